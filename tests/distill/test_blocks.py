@@ -54,19 +54,13 @@ def data(rows=6):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_learns(name):
+def test_every_method_reaches_every_block(name):
     distiller = ready(*pair(), name)
-    optimizer = torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], 1e-3)
-    first = None
-    for _ in range(15):
-        out = distiller(**data())
-        out.loss.backward()
-        for block in distiller.student.model.blocks:
-            assert all(p.grad is not None for p in block.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        first = out.loss.item() if first is None else first
-    assert out.loss.item() < first and out.logits.shape == (6, 3)
+    out = distiller(**data())
+    out.loss.backward()
+    for block in distiller.student.model.blocks:
+        assert all(p.grad.any() for p in block.parameters())
+    assert out.logits.shape == (6, 3)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -1,6 +1,5 @@
-"""A teacher for each row, against one teacher for all and against each teacher alone."""
+"""A teacher for each row: no rows of one, errors, processes; steps: test_by_hand.py."""
 
-import pytest
 import torch
 import transformers as t
 
@@ -17,7 +16,6 @@ from tests.distill.models import VOCAB, batch, classifier, model, set_dropout, s
 from tests.distill.processes import run_ranks
 from tests.support.compare import raises
 
-NAMES = ["math", "code", "code", "math", "code"]
 NUMBERS = torch.tensor([0, 1, 1, 0, 1])
 
 
@@ -34,28 +32,12 @@ def of_head(kind: str, narrow: bool = False):
     return [teacher.double() for teacher in teachers], student
 
 
-def tokens(left: bool = False) -> dict:
+def tokens() -> dict:
     torch.manual_seed(1)
     ids = torch.randint(3, VOCAB, (5, 9))
     mask = torch.arange(9) < torch.randint(4, 10, (5, 1))
-    mask = mask.flip(1) if left else mask
     labels = ids.masked_fill(~mask, -100)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
-
-
-def alone(teachers, student, alpha, data):
-    """Loss and gradients of each teacher on its rows, weighted by their labelled tokens."""
-    total, expected, items = 0.0, {}, 0
-    for number, teacher in enumerate(teachers):
-        distiller = Distiller(teacher, student, SoftTargets(alpha=alpha))
-        part = {name: x[number == NUMBERS] for name, x in data.items()}
-        out, gradients = step(distiller, part)
-        count = int(distiller.count_items(part))
-        items += count
-        total = total + count * out.loss.detach()
-        for name, gradient in gradients.items():
-            expected[name] = expected.get(name, 0) + count * gradient
-    return total / items, {name: x / items for name, x in expected.items()}
 
 
 def assert_equal(one, two):
@@ -63,35 +45,6 @@ def assert_equal(one, two):
     torch.testing.assert_close(loss, other, rtol=1e-10, atol=1e-12)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-7, atol=1e-10)
-
-
-@pytest.mark.parametrize(("keep_logits", "left"), [(False, True), (True, False)])
-def test_a_mean_over_tokens_is_each_teachers_share(keep_logits, left):
-    teachers, student = of_head("decoder", narrow=True)
-    data, method = tokens(left), SoftTargets(alpha=0.7)
-    both = ByRow(dict(zip(("math", "code"), teachers, strict=True)))
-    distiller = Distiller(both, student, method, keep_logits=keep_logits)
-    out, gradients = step(distiller, {**data, "teacher_id": NAMES})
-    expected = alone(teachers, student, 0.7, data)
-    assert_equal((out.loss.detach(), gradients), expected)
-    data["teacher_id"] = NUMBERS
-    parts = ({name: x[i : i + 2] for name, x in data.items()} for i in (0, 2, 4))
-    shares = [part.loss.detach() for part in distiller.accumulate(parts)]
-    torch.testing.assert_close(sum(shares), out.loss.detach())
-
-
-def test_caches_of_a_top_k(tmp_path):
-    teachers, student = of_head("decoder")
-    data = tokens()
-    caches = {}
-    for number, (name, teacher) in enumerate(zip(("math", "code"), teachers, strict=True)):
-        own = {key: x[number == NUMBERS] for key, x in data.items()}
-        distiller = Distiller(teacher, student, SoftTargets())
-        caches[name] = distiller.cache_teacher([own], tmp_path / name, top_k=8)
-    distiller = Distiller(ByRow(caches), student, SoftTargets())
-    out, gradients = step(distiller, {**data, "teacher_id": NAMES})
-    expected = alone(caches.values(), student, 0.5, data)
-    assert_equal((out.loss.detach(), gradients), expected)
 
 
 def test_rows_of_one_teacher_and_no_rows():
@@ -106,6 +59,21 @@ def test_rows_of_one_teacher_and_no_rows():
     assert not ran
     empty = {name: x[:0] for name, x in data.items()}
     assert distiller(**empty, teacher_id=[]).loss == 0
+
+
+def test_caches_of_all_tokens(tmp_path):
+    teachers, student = of_head("decoder")
+    data, names = tokens(), ("a", "b")
+    caches = [
+        Distiller(teacher, student, SoftTargets()).cache_teacher([data], tmp_path / name, top_k=60)
+        for name, teacher in zip(names, teachers, strict=True)
+    ]
+    live, stored = (
+        Distiller(ByRow(dict(zip(names, each, strict=True))), student, SoftTargets())
+        for each in (teachers, caches)
+    )
+    found, expected = (x(**data, teacher_id=NUMBERS).terms for x in (stored, live))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_teachers_are_errors(tmp_path):

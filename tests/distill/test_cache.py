@@ -392,15 +392,6 @@ def held(mask):
     return mask
 
 
-NEIGHBOURS = {
-    "positions further on": lambda x: {"position_ids": torch.arange(3, 13).expand(6, 10)},
-    "positions of a row for all": lambda x: {"position_ids": torch.arange(3, 13)[None]},
-    "every second position": lambda x: {"position_ids": torch.arange(0, 20, 2).expand(6, 10)},
-    "a masked token between": lambda x: {"attention_mask": held(x["attention_mask"])},
-    "token types": lambda x: {"token_type_ids": torch.ones(6, 10, dtype=torch.long)},
-}
-
-
 def assert_two_samples(teacher, student, data, other, path):
     """A cache of ``data`` lacks ``other``, and gives the terms of both once it has both."""
     live = Distiller(teacher, student, SoftTargets()).eval()
@@ -412,15 +403,6 @@ def assert_two_samples(teacher, student, data, other, path):
     for inputs in (data, other):
         torch.testing.assert_close(cached(**inputs).terms, live(**inputs).terms)
     return live
-
-
-@pytest.mark.parametrize("what", NEIGHBOURS)
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_every_input_of_the_teacher_changes_the_key(family, what, tmp_path):
-    data = batch(rows=6)
-    other = {**data, **NEIGHBOURS[what](data)}
-    live = assert_two_samples(*pair(family), data, other, tmp_path)
-    assert live(**other).terms["soft"] != live(**data).terms["soft"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5"])

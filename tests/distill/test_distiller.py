@@ -17,7 +17,6 @@ from fastkd.distill import (
     IntraClassKNN,
     SoftTargets,
     method_by_name,
-    methods,
     student_from_teacher,
 )
 from tests.distill import support
@@ -200,31 +199,11 @@ def test_a_schedule_without_progress_warns_once():
 # Heads of other kinds
 
 
-def causal_batch():
-    ids = torch.randint(5, 60, (4, 9))
-    mask = torch.ones_like(ids)
-    mask[1, 6:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, :4] = -100  # a prompt
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def test_tokens_without_labels_have_no_loss():
-    """An accumulation step with prompts only; a batch of a token classifier."""
-    for head, items in ((t.GPT2LMHeadModel, {"num_items": 0}), (t.GPT2ForTokenClassification, {})):
-        data = causal_batch()
-        data["labels"][:] = -100
-        models = pair("gpt2", head=head, num_labels=3)
-        for given in (items, {name: torch.tensor(0.0) for name in items}):
-            out, gradients = step(Distiller(*models, SoftTargets()).eval(), {**data, **given})
-            assert out.loss == 0 and not any(g.any() for g in gradients.values())
-
-
 def test_a_masked_token_between_others_predicts_nothing():
     """Nor is it predicted."""
-    data = causal_batch()
-    data["attention_mask"][2, 3] = 0
-    del data["labels"]
+    ids, mask = torch.randint(5, 60, (4, 9)), torch.ones(4, 9, dtype=torch.int64)
+    mask[1, 6:] = mask[2, 3] = 0
+    data = {"input_ids": ids, "attention_mask": mask}
     teacher, student = (model.eval() for model in pair("gpt2", head=t.GPT2LMHeadModel))
     method = SoftTargets(alpha=1.0, temperature=1.0)
     out = Distiller(teacher, student, method).eval()(**data)
@@ -235,15 +214,7 @@ def test_a_masked_token_between_others_predicts_nothing():
     torch.testing.assert_close(out.terms["soft"], expected)
 
 
-def test_labels_of_other_types():
-    """Yes and no by the labels' type, as in transformers; a regression's whole numbers."""
-    data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
-    teacher, student = classifier("bert"), classifier("bert", 2)
-    out = Distiller(teacher, student, SoftTargets(temperature=3.0)).eval()(**data)
-    p, q = ((out_of(m, data).logits / 3).sigmoid() for m in (teacher, student))
-    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    torch.testing.assert_close(out.terms["soft"], 9 * kl.mean())
-    torch.testing.assert_close(out.terms["task"], student(**data).loss.detach())
+def test_a_regressions_labels_may_be_whole_numbers():
     distiller, data = make("soft_targets", num_labels=1).eval(), batch(num_labels=1)
     numbers = data.pop("labels").round()
     out = distiller(**data, labels=numbers.long())
@@ -258,41 +229,19 @@ def out_of(model, data):
         return model.eval()(**{name: data[name] for name in names})
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_student_has_its_teachers_problem_type(cached, tmp_path):
-    teacher, student = classifier("bert"), classifier("bert", layers=2)
+def test_labels_that_a_head_does_not_take_are_errors():
+    teacher, student = pair()
     teacher.config.problem_type = "multi_label_classification"
-    data, method = batch(), SoftTargets(alpha=1.0, temperature=1.0)
-    distiller = Distiller(teacher, student, method)
-    if cached:
-        distiller = Distiller(distiller.cache_teacher([data], tmp_path), student, method)
-    del data["labels"]
-    soft = distiller.eval()(**data).terms["soft"]
-    p, z = out_of(teacher, data).logits.sigmoid(), out_of(student, data).logits
-    entropy = F.binary_cross_entropy(p, p)
-    torch.testing.assert_close(soft, F.binary_cross_entropy_with_logits(z, p) - entropy)
-
     distiller = Distiller(teacher, student, SoftTargets())
-    raises(r"labels have shape \(6,\) but", distiller, **data, labels=torch.zeros(6))
+    raises(r"labels have shape \(6,\) but", distiller, **{**batch(), "labels": torch.zeros(6)})
     student.config.problem_type = "regression"
     words = "problem_type is regression and the teacher's multi_lab"
     raises(words, Distiller, teacher, student, SoftTargets())
-
-
-def test_labels_that_a_head_does_not_take_are_errors():
     ids, data = torch.randint(5, 60, (3, 4, 7)), batch()
     choices = Distiller(*pair("bert", head=t.BertForMultipleChoice), IntraClassKNN())
     raises("got 3 labels for 12 samples", choices, input_ids=ids, labels=torch.tensor([0, 3, 1]))
     answers = Distiller(*pair("bert", head=t.BertForQuestionAnswering), FCD())
     raises("takes start_positions and end_positions", answers, **data)
-
-
-def test_return_dict_changes_no_term():
-    distiller, data = make("fcd").eval(), batch()
-    expected = distiller(**data).terms
-    distiller.student.config.return_dict = distiller.teacher.config.return_dict = False
-    for out in (distiller(**data), distiller(**data, return_dict=False)):
-        torch.testing.assert_close(out.terms, expected, rtol=0, atol=0)
 
 
 def test_a_head_without_logits_is_an_error_with_its_outputs():
@@ -305,17 +254,11 @@ def test_a_head_without_logits_is_an_error_with_its_outputs():
     raises(r"soft term needs logits, but the student", distiller, **data)
 
 
-def test_models_without_a_head_learn_from_features_only():
+def test_models_without_a_head_have_no_task():
     teacher, student = pair("bert", head=t.BertModel)
-    data = batch()
-    out = Distiller(teacher, student, FCD(task_weight=0.0))(**data)
-    assert set(out.terms) == {"tokens", "samples", "total"} and out.logits is None
-    labels = data.pop("labels")
-    for method in (LRKD(alpha=None), methods.MC3KD(alpha=None, layers="top")):
-        Distiller(teacher, student, method)(**data).loss.backward()
+    data = {name: x for name, x in batch().items() if name != "labels"}
     distiller = Distiller(teacher, student, IntraClassKNN(alpha2=0.0, alpha3=0.0))
     raises("labels must be passed, one per sample", distiller, **data)
-    distiller(**data, labels=labels).loss.backward()
     words = r"SoftTargets has terms .*\(task, soft\).* no head"
     raises(words, Distiller, teacher, student, SoftTargets())
     raises("pass alpha=None", Distiller, teacher, student, LRKD())
@@ -360,17 +303,6 @@ def packed(texts, how="position_ids", labels=True):
     return data
 
 
-def assert_same_step(distiller, data, expected, tolerance=1e-12):
-    out, gradients = step(distiller, data)
-    for term, value in expected[0].terms.items():
-        torch.testing.assert_close(out.terms[term], value, atol=tolerance, rtol=tolerance)
-    for name, gradient in expected[1].items():
-        scale = gradient.abs().max() + 1e-3
-        torch.testing.assert_close(
-            gradients[name] / scale, gradient / scale, atol=100 * tolerance, rtol=0
-        )
-
-
 @pytest.mark.thorough
 def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
     """Dynamo's `in` finds no size that changes, so documents were read as one."""
@@ -388,23 +320,6 @@ def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
         batches.append({**both, "attention_mask": torch.ones_like(both["input_ids"])})
     for data in batches:
         torch.testing.assert_close(compiled(data), read(data))
-
-
-def test_left_padding_of_packed_rows_changes_nothing():
-    """Also if positions continue from the first document."""
-    distiller = ready(*decoders(), "soft_targets")
-    texts = documents((5, 3))
-    expected = step(distiller, padded(texts))
-    data = {name: F.pad(x, (3, 0)) for name, x in packed(texts).items()}
-    data["labels"][:, :3] = -100
-    data["attention_mask"] = (torch.arange(11) >= 3)[None]
-    for shift, before in ((0, [0, 0, 0]), (0, [1, 1, 1]), (1, [0, 0, 0]), (3, [0, 1, 2])):
-        given = data["position_ids"].clone()
-        given[:, 3:8] = torch.arange(5) + shift
-        given[:, :3] = torch.tensor(before)
-        # Angles of other positions are rounded otherwise, to float32.
-        data["position_ids"] = given
-        assert_same_step(distiller, data, expected, tolerance=1e-7 if shift else 1e-12)
 
 
 def opt(layers):
@@ -587,7 +502,7 @@ def test_wrong_batches_are_errors():
     raises("task term needs labels in the batch", distiller, **data)
     make("fcd", task_weight=0.0)(**data).loss.backward()
     words = Distiller(*pair("gpt2", head=t.GPT2LMHeadModel), IntraClassKNN())
-    raises("one per sample", words, **causal_batch())
+    raises("one per sample", words, **data, labels=data["input_ids"])
     raises(r"labels have shape \(5,\)", distiller, **data, labels=labels[:5])
     square = {**data, "attention_mask": torch.ones(6, 1, 10, 10)}
     raises(r"attention_mask must be \(B, N\)", distiller, **square, labels=labels)

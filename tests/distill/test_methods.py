@@ -155,12 +155,6 @@ def test_both_terms_of_fcd_are_computed_in_one_pass():
     assert len(calls) == 1
 
 
-def test_two_samples_have_a_correlation_of_one():
-    method = FCD(alpha=0.0, beta=1.0, task_weight=0.0, soft_weight=0.0)
-    out = Distiller(*pair("bert"), method).eval()(**batch(rows=2, padding=0))
-    assert abs(out.terms["samples"]) < 1e-5  # Figure 4's eps
-
-
 def test_several_methods_share_one_norm():
     by_batch = LRCBERT(perturb=True, perturb_norm="batch")
     assert Several(by_batch, FCD()).perturb_norm == "batch"

@@ -27,29 +27,12 @@ def models():
     return teachers, student
 
 
-def methods():
-    torch.manual_seed(1)
-    return [FCD(task_weight=0.5), LRKD(beta=2.0)]
-
-
-def test_the_loss_is_the_sum():
-    """With one teacher: test_by_hand.py."""
+def test_shares_of_labels_and_terms_left_out():
+    """Values and gradients: test_by_hand.py."""
     teachers, student = models()
     data = batch(rows=6)
-    distiller = Distiller(teachers, student, Several(*methods())).double()
-    out, gradients = step(distiller, data)
-    total, expected = 0, {}
-    for i, method in enumerate(methods()):
-        alone, grads = step(Distiller(teachers[i], student, method).double(), data)
-        total = total + alone.loss
-        for name, value in alone.terms.items():
-            if name != "total":
-                torch.testing.assert_close(out.terms[f"{i}.{name}"], value)
-        grads = {n: g for n, g in grads.items() if n.startswith("student")}
-        expected = {n: expected.get(n, 0) + g for n, g in grads.items()}
-    torch.testing.assert_close(out.loss, total)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient)
+    distiller = Distiller(teachers, student, Several(FCD(task_weight=0.5), LRKD(beta=2.0)))
+    out = distiller(**data)
     distiller.method.label_share = 0.5  # as of a process that has fewer labels than others
     halved = distiller(**data).terms
     for name in ("0.task", "1.task"):
@@ -60,7 +43,7 @@ def test_the_loss_is_the_sum():
     assert not any(name.startswith("teacher") for name in distiller.state_dict())
 
 
-def test_perturbation_schedule_preparation_and_caches(tmp_path):
+def test_perturbation_schedule_and_preparation(tmp_path):
     teachers, student = models()
     data = batch(rows=4)
     method = Several(LRCBERT(first_stage=0.5, perturb=True), MC3KD(beta=0.01))
@@ -71,14 +54,6 @@ def test_perturbation_schedule_preparation_and_caches(tmp_path):
     distiller.set_progress(1.0)
     out, _ = step(distiller, data)
     assert out.loss.isfinite() and "0.soft" in out.terms
-
-    expected = Distiller(teachers, student, Several(*methods())).double()(**data)
-    caches = [
-        Distiller(teacher, student, method).double().cache_teacher([data], tmp_path / str(i))
-        for i, (teacher, method) in enumerate(zip(teachers, methods(), strict=True))
-    ]
-    cached = Distiller(caches, student, Several(*methods())).double()(**data)
-    torch.testing.assert_close(cached.loss, expected.loss)
     raises("cached one by one", distiller.cache_teacher, [data], tmp_path / "both")
 
 
