@@ -7,30 +7,22 @@ from fastkd.study.budget import Search
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.train.progress import Display
+from tests.study.test_grid import FILE, replaced
 from tests.support.tiny import run
 
-FILE = """
-seeds = 2
-steps = 40
-device = "cpu"
-student_layers = 1
-teacher = "{tiny}/teacher"
-max_length = 16
-[grid]
-learning_rate = [1e-4, 2e-4, 5e-4, 1e-3]
-[methods]
-labels = {}
-fcd = {alpha = [0.1, 0.2, 0.5, 1.0]}
-[tasks.own]
-train = "{tiny}/train.tsv"
-eval = "{tiny}/dev.tsv"
-"""
+CHANGES = {
+    "[1, 2]": "1", "epochs = 4": "steps = 40", "finetune_teacher = 1\n": "",
+    "[1e-4, 1e-3]": "[1e-4, 2e-4, 5e-4, 1e-3]", "[0.1, 1.0]": "[0.1, 0.2, 0.5, 1.0]",
+}  # fmt: skip
 
 
 @pytest.fixture
 def path(tiny, tmp_path):
+    """The file of test_grid.py with four values in each list."""
+    for name in ("teacher", "train.tsv", "dev.tsv"):
+        (tmp_path / name).symlink_to(tiny / name)
     path = tmp_path / "grid.toml"
-    path.write_text(FILE.replace("{tiny}", str(tiny)))
+    path.write_text(replaced(FILE, CHANGES))
     return path
 
 

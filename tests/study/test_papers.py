@@ -9,7 +9,6 @@ import pytest
 from fastkd.study import grid, paper_table
 from fastkd.study.grid import StudySettings
 from fastkd.study.statistics import summarize
-from fastkd.train.errors import InputError
 from fastkd.train.options import fits, read_options_file
 from tests.support.tiny import make_teacher
 from tests.train.tasks.test_two_tokenizers import byte_pairs
@@ -135,12 +134,3 @@ def test_a_teacher_of_ones_own_stands_beside_the_paper(tmp_path, name, kind, row
     (cells,) = (each for each in found["rows"] if each[0] == row)
     first = found["columns"].index(f"ours: {[*paper['columns']][-1]}")
     assert cells[first] and all("the same" in line for line in found["order"])
-
-
-def test_wrong_tables_are_refused(tmp_path):
-    path = tmp_path / "a.toml"
-    text = '[methods]\nlabels = {}\n[tasks]\nglue = ["rte"]\n[paper]\ntitle = "x"\n'
-    for more in ("columns = 3\n", 'columns = ["a"]\nrows = {labels = [1, 2]}\n'):
-        path.write_text(text + more)
-        with pytest.raises(InputError, match=r"paper(.rows)?:? .*must"):
-            grid.read(StudySettings(spec=path))

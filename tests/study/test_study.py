@@ -261,6 +261,8 @@ def without(name):
     ('cache = "no"', "cache must be bool"),
     ("titel = 5", "no option 'titel'; .*did you mean 'title'"),
     ('paper = {title = "x"}', "paper must have a title"),
+    ('paper = {title = "x", columns = 3}', "paper.* must"),
+    ('paper = {title = "x", columns = ["a"], rows = {labels = [1, 2]}}', "paper.rows.* must"),
     ('teacher = "/nowhere"', "teacher /nowhere: no such directory"),
     ("[methods]\nfdc = {}", "fdc"),
     ("[methods]\nfcd = {alfa = 1}", "alfa"),

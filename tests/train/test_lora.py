@@ -10,9 +10,14 @@ from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from tests.support.runs import crash, report_of, same_weights, stop_at
+from tests.support.runs import report_of
 from tests.support.tiny import make_teacher, run, usual
-from tests.train.tasks.through import make_chat_teacher, verified, write_chats
+from tests.train.tasks.through import (
+    killed_and_resumed,
+    make_chat_teacher,
+    verified,
+    write_chats,
+)
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -143,22 +148,18 @@ def test_mistakes_and_what_no_adapter_could_make(chat, tmp_path):
         assert words in run("distill", **{**chat, **options}, expect=2)
 
 
-def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
+def test_adapters_of_a_teacher(chat, tmp_path):
     """Merged into the saved teacher, which alone teaches; the same bits after a stop."""
     options = {
         **chat, "epochs": 1, "finetune_teacher": 1, "teacher_lora": "r=2", "checkpoint_every": 1,
         "teacher_learning_rate": 1e-2, "max_new_tokens": 3,
     }  # fmt: skip
-    run("distill", **{**options, "out": tmp_path / "whole"})
+    del options["out"]
+    killed_and_resumed(tmp_path, step=2, **options)  # of the teacher's three steps
     teacher = tmp_path / "whole/teacher"
     given, merged = (t.AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
     _, changed = changed_by(teacher / "adapter", given, merged)
     assert changed and all(".c_" in name and "weight" in name for name in changed)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 2, crash)  # of the teacher's three steps
-        run("distill", **options, expect=130)
-    assert not (tmp_path / "out/unfinished/student").exists()
-    run("distill", "--resume", **options)
-    assert same_weights(tmp_path / "whole", tmp_path / "out")
-    one, other = (load_file(tmp_path / x / "teacher/model.safetensors") for x in ("whole", "out"))
+    teachers = (tmp_path / x / "teacher/model.safetensors" for x in ("whole", "killed"))
+    one, other = map(load_file, teachers)
     assert all(torch.equal(one[key], other[key]) for key in one)

@@ -14,7 +14,7 @@ from fastkd.train.processes import Computation
 from fastkd.train.recipes import RECIPES, compared, lines, sentence
 from fastkd.train.saving import read_json
 from tests.support.runs import report_of
-from tests.support.tiny import make_teacher, run, usual
+from tests.support.tiny import make_teacher
 
 TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
 TURC = "google/bert_uncased_L-6_H-768_A-12"
@@ -158,39 +158,30 @@ def test_a_config_of_a_config_keeps_its_values():
         settled(Config.of(teacher="t", task="cola", schedule="cosin", device_name="cpu"))
 
 
-def test_the_command_prints_and_records_the_recipe(tiny, tmp_path):
-    teacher = make_teacher(tmp_path / "teacher", layers=6, longest=64)
-    given = {"teacher": teacher, "method": "fcd", "preset": "paper", "set": "alpha=0.4"}
-    plain = {"learning_rate": None, "batch_size": None, "max_length": None, "student_layers": 2}
-    output = run("distill", **usual(tiny, tmp_path, **given, **plain))
-    assert "recipe of Feature Correlation Distillation:" in output
-    assert "the learning rate only warms up" in output  # 5 epochs of one
+def test_a_short_run_prints_and_records_its_recipe(distill, tmp_path):
+    """And that its schedule ends early. Steps are of the student; the teacher has its epochs."""
+    given = {"steps": 4, "batch_size": 10, "student_layers": 2, "set": "first_stage=0.8"}
+    output = distill(teacher=make_teacher(tmp_path / "teacher", head=False), finetune_teacher=2,
+                     **dict.fromkeys(("epochs", "learning_rate")), **given, method="lrc_bert",
+                     preset="paper")  # fmt: skip
+    assert "warning: LRCBERT trains soft, task only near the end of its schedule" in output
+    assert "beyond the last of 4 steps (at 75%)" in output and "recipe of LRC-BERT:" in output
     table = {line.split()[0]: line for line in output.splitlines() if line.strip()}
-    assert "set by the paper: 4.2" in table["weight_decay"]
-    assert "given by you: 4.2, of 3, 5, 10" in table["epochs"]
-    assert "given by you: 4.2, of 0.1, 0.2, 0.4, 1" in table["alpha"]
+    assert "set by the paper: Distillation Setup, of 5e-05, 0.0001" in table["learning_rate"]
+    assert "given by you: Distillation Setup: 16" in table["batch_size"]
+    assert "given by you: Distillation Setup, of 0, 0.05, " in table["first_stage"]
     assert "open in the paper" in table["precision"]
     report = report_of(tmp_path / "out")
-    assert report["recipe"]["set"]["weight_decay"] == {"value": 0.5, "place": "4.2"}
-    assert report["recipe"]["given"]["alpha"]["value"] == 0.4
-    assert report["settings"]["weight_decay"] == 0.5 and report["settings"]["epochs"] == 1
+    entry = {"value": 1e-4, "place": "Distillation Setup", "grid": [5e-5, 1e-4, 3e-4]}
+    assert report["recipe"]["set"]["learning_rate"] == entry
+    assert report["settings"]["learning_rate"] == 1e-4
     card = (tmp_path / "out" / "student" / "README.md").read_text()
-    assert "recipe of Feature Correlation Distillation; deviations: epochs 1 (" in card
-    assert not lines({})
-
-
-def test_a_short_run_of_a_schedule_is_reported(distill, tmp_path):
-    """Steps are of the student; the teacher has its epochs."""
-    output = distill(teacher=make_teacher(tmp_path / "teacher", head=False), steps=4, epochs=None,
-                     method="lrc_bert", set="first_stage=0.8", finetune_teacher=2,
-                     batch_size=10)  # fmt: skip
-    assert "warning: LRCBERT trains soft, task only near the end of its schedule" in output
-    assert "beyond the last of 4 steps (at 75%)" in output
-    found = [
-        read_json(tmp_path / "out" / name / "fastkd.json")["history"][-1]["step"]
-        for name in ("student", "teacher")
-    ]
-    assert found == [4, 8]
+    assert "recipe of LRC-BERT; deviations: " in card
+    assert "steps 4 (Distillation Setup, instead of 18 epochs)" in card
+    teacher = read_json(tmp_path / "out" / "teacher" / "fastkd.json")
+    assert [x["history"][-1]["step"] for x in (report, teacher)] == [4, 8]
+    only = lines(compared(options(method="fcd", num_train_epochs=3), method_by_name("fcd")))
+    assert "the learning rate only warms up" in only[-1] and not lines({})
 
 
 def test_an_option_has_one_name():
