@@ -219,7 +219,7 @@ class Step:
             self.unmatched = self.pick("renormalise", "bucket", "sorted")
         if self.own or self.layout in PACKED:
             self.start = None
-        self.nothing = self.chance(0.05)  # no token has a label
+        self.nothing = self.chance(0.1)  # no token has a label
         self.texts = [self.text(n, causal) for n in lengths]
         if head == "none" and self.hand.needs_labels:
             for text in self.texts:
@@ -283,6 +283,8 @@ class Step:
         self.keep_logits = self.name != "gold" and self.chance(0.4)
         whole = not self.parts and self.per_token and self.head != "written words"
         self.num_items = self.number(2, 9) if whole and self.chance(0.3) else None
+        if self.num_items and self.nothing and self.labelled:
+            self.num_items = 0
         known = not self.wide or self.shared < V  # what the heads share, without the teacher
         known &= self.start is None or self.layout != "none"  # a mask is part of the key
         known &= len({x.config.hidden_size for x in self.teachers}) == 1  # by one method
@@ -626,7 +628,7 @@ class Compared:
 
     def mean(self, losses: Tensor, count: int | None = None) -> Tensor:
         if self.step.per_token and self.step.num_items is not None:
-            return losses.sum() / self.step.num_items
+            return losses.sum() / (self.step.num_items or 1)
         return losses.sum() / max(1, len(losses) if count is None else count)
 
     def task(self, tau: float | None = None) -> Tensor:

@@ -43,6 +43,12 @@ def equal_steps(distiller, one, other):
         torch.testing.assert_close(gradients[name], x, atol=1e-12 * largest, rtol=0)
 
 
+def test_one_row_of_positions_gives_those_of_each_column():
+    distiller, data = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
+    left = {**padded_left(data), "position_ids": torch.arange(10)[None]}
+    equal_steps(distiller, left, {**left, "position_ids": torch.arange(10).expand(4, 10)})
+
+
 def test_embeddings_in_place_of_tokens():
     distiller, right = distiller_for("roberta", "tokens"), data_of("roberta", "tokens")
     mask, ids = right["attention_mask"], right.pop("input_ids")

@@ -154,11 +154,11 @@ def trained(*arguments, **options):
     ("name", "preset"), [("lrc_bert", "paper"), ("mc3kd", "default"), ("lrkd", "paper")]
 )
 def test_a_resumed_run_equals_an_unbroken_run(name, preset, tmp_path):
-    """Within an epoch of labelled rows that are repeated."""
+    """Within the second epoch of labelled rows that are repeated."""
     data = few_labels()
     whole = trained(tmp_path, method_by_name(name, preset=preset), data, save_steps=2)
     again = trainer(tmp_path, method_by_name(name, preset=preset), data)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     expected, state = whole.distiller.state_dict(), again.distiller.state_dict()
     assert expected.keys() == state.keys()
     assert all(torch.equal(state[key], expected[key]) for key in expected)
@@ -172,7 +172,7 @@ def test_layers_are_chosen_from_the_choices_of_questions(tmp_path):
     teacher = model(t.BertForMultipleChoice, "bert")
     ids = torch.randint(5, 60, (8, 3, 7))
     data = [{"input_ids": x, "attention_mask": x != 5, "labels": torch.tensor(1)} for x in ids]
-    run = trained(tmp_path, MC3KD(), data, teacher, save_strategy="no")
+    run = trained(tmp_path, MC3KD(), data, teacher, save_strategy="no", max_steps=1)
     assert len(run.distiller.method.teacher_layers) == 2
     flat = [{"input_ids": x, "attention_mask": x != 5} for x in ids.flatten(0, 1).split(8)]
     assert run.distiller.method.teacher_layers == select_layers(teacher.bert, flat, 2)
@@ -301,14 +301,15 @@ def test_an_evaluation_in_half_precision_leaves_the_weights(tmp_path):
 
 def test_mc3kd_is_prepared_from_training_data(tmp_path):
     """Which changes neither the order of the data nor the training."""
-    run = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
+    short = {"save_strategy": "no", "max_steps": 2}
+    run = trained(tmp_path, method_by_name("mc3kd"), prepare_batches=2, **short)
     layers = run.distiller.method.teacher_layers
     assert len(layers) == 2 and all(1 <= i <= 4 for i in layers)
-    whole = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no")
+    whole = trained(tmp_path, method_by_name("mc3kd"), **short)
     layers = whole.distiller.method.teacher_layers
     everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
     assert layers == select_layers(whole.distiller.teacher, everything, 2)
-    given = trained(tmp_path, method_by_name("mc3kd", layers=layers), save_strategy="no")
+    given = trained(tmp_path, method_by_name("mc3kd", layers=layers), **short)
     for a, b in zip(whole.distiller.parameters(), given.distiller.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -429,8 +430,8 @@ def test_language_model_gradients_do_not_depend_on_accumulation(labelled, tmp_pa
 
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
     run = trainer(
-        tmp_path, method_by_name("fcd"), gradient_accumulation_steps=3, logging_steps=4,
-        save_strategy="no", learning_rate=0.1,
+        tmp_path, method_by_name("fcd"), gradient_accumulation_steps=3, logging_steps=2,
+        save_strategy="no", learning_rate=0.1, max_steps=2,
     )  # fmt: skip
     for _ in range(2):
         run.train()
@@ -468,7 +469,7 @@ def test_a_ready_distiller_and_wrong_arguments(tmp_path):
 
 
 def logs_of(rank, directory):
-    run = trainer(f"{directory}/{rank}", method_by_name("fcd"), save_strategy="no")
+    run = trainer(f"{directory}/{rank}", method_by_name("fcd"), save_strategy="no", max_steps=2)
     seen = []
     inner = run.compute_loss
 
@@ -555,7 +556,7 @@ def test_hyperparameters_are_searched(tmp_path):
 
 @pytest.mark.parametrize(("name", "steps"), [("fcd", 2), ("lrc_bert", 2), ("fcd", 1), ("lrkd", 2)])
 def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn, name, steps):
-    run = trained(tmp_path, recipe(name), gradient_accumulation_steps=steps, max_steps=2)
+    run = trained(tmp_path, recipe(name), gradient_accumulation_steps=steps, max_steps=1)
     said = [str(w.message) for w in recwarn if "compares samples" in str(w.message)]
     terms = {"fcd": "samples", "lrc_bert": "cos_nce"}
     if steps == 1 or name not in terms:
@@ -564,4 +565,4 @@ def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn, name, ste
         (warning,) = said
         assert warning.startswith(f"gradient_accumulation_steps={steps}: ")
         assert f"({terms[name]})" in warning and "Distiller.accumulate" in warning
-    assert run.state.global_step == 2
+    assert run.state.global_step == 1
