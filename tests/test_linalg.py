@@ -30,33 +30,6 @@ def test_gradient_equals_finite_differences(values, device):
         assert torch.autograd.gradcheck(root, (a,))
 
 
-def test_inverse_root_gradient_along_matrices_of_the_same_rank(device):
-    """A(t) = F(t)F(t)ᵀ keeps its rank, and the pseudo-inverse root follows it smoothly."""
-    factor, step = torch.randn(2, 5, 3).double().to(device)
-    weights = torch.randn(5, 5).double().to(device)
-
-    def value(t: float) -> Tensor:
-        moved = factor + t * step
-        return (inv_sqrtm(moved @ moved.mT) * weights).sum()
-
-    a = (factor @ factor.mT).requires_grad_()
-    (da,) = torch.autograd.grad((inv_sqrtm(a) * weights).sum(), a)
-    slope = (da * (step @ factor.mT + factor @ step.mT)).sum()
-    assert relative_error(slope, (value(1e-5) - value(-1e-5)) / 2e-5) <= 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zero_eigenvalues_are_left_out_at_any_size(dtype, device):
-    """A projection is its own pseudo-inverse; 1 over the rounding error of a 0 would be 1e7."""
-    halves = torch.arange(96).remainder(2).expand(5, 96)
-    a = with_eigenvalues(halves).to(device, dtype).requires_grad_()
-    for root in (sqrtm, inv_sqrtm):
-        result = root(a)
-        (da,) = torch.autograd.grad(result.sum(), a)
-        assert da.norm(dim=(1, 2)).max() <= 96
-    assert relative_error(result, a) <= 100 * torch.finfo(dtype).eps
-
-
 @pytest.mark.parametrize("n", [3, 200])
 def test_inference_mode_and_the_meta_device(n, device):
     with torch.inference_mode():

@@ -158,13 +158,8 @@ class _MatrixRoot(torch.autograd.Function):
         (a,) = ctx.saved_tensors
         with autocast_off(grad):
             values, vectors = eigh(_with_ridge(a, ctx.ridge))
-            keep = ~(values <= _zero_of(a.dtype, ctx.ridge) * values[..., -1:])
-            roots = values.clamp_min(0).sqrt()
-            if ctx.inverse:
-                roots = torch.where(keep, roots, 1.0).reciprocal().masked_fill(~keep, 0.0)
-                inner = _inverse_root_differences(roots)
-            else:
-                inner = _root_differences(roots, keep)
+            zero = values <= _zero_of(a.dtype, ctx.ridge) * values[..., -1:]
+            inner = _differences(values.masked_fill(zero, 0.0).sqrt(), ctx.inverse)
             inner *= symmetric_product(vectors.mT @ _symmetric(grad.double()), vectors)
             return symmetric_product(vectors @ inner, vectors.mT).to(a.dtype), None, None
 
@@ -178,22 +173,17 @@ def _with_ridge(a: Tensor, ridge: float) -> Tensor:
     return wide
 
 
-def _root_differences(roots: Tensor, keep: Tensor) -> Tensor:
-    """(√λ_i − √λ_j) / (λ_i − λ_j) = 1 / (√λ_i + √λ_j), zero where neither is kept."""
-    either = keep.unsqueeze(-1) | keep.unsqueeze(-2)
-    total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
-    return torch.where(either, total, 1.0).reciprocal().masked_fill(~either, 0.0)
+def _differences(roots: Tensor, inverse: bool) -> Tensor:
+    """Divided differences of √λ, or of u = 1/√λ, which is 0 where λ is.
 
-
-def _inverse_root_differences(roots: Tensor) -> Tensor:
-    """Divided differences of λ^{−½}; a left-out eigenvalue is λ = 0 with value 0.
-
-    With u = λ^{−½}: −u_i² u_j² / (u_i + u_j) if both are kept, u_i³ if one is, 0 if none is.
+    (√λ_i − √λ_j) / (λ_i − λ_j) = 1 / (√λ_i + √λ_j), zero where both are zero. Those of u are this
+    times −u_i u_j, or times u_i² where λ_j is zero.
     """
-    ui, uj = roots.unsqueeze(-1), roots.unsqueeze(-2)
-    keep = ~(roots <= 0)
-    both = keep.unsqueeze(-1) & keep.unsqueeze(-2)
-    total = torch.where(both, ui + uj, 1.0)
-    # As products of ratios: u⁴ would overflow float32 for small eigenvalues.
-    smooth = -(ui / total) * uj * (ui * uj)
-    return torch.where(both, smooth, (ui + uj) ** 3)
+    total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
+    found = torch.where(total == 0, 0.0, total.reciprocal())
+    if not inverse:
+        return found
+    u = torch.where(roots == 0, 0.0, roots.reciprocal())
+    ui, uj = u.unsqueeze(-1), u.unsqueeze(-2)
+    product = ui * uj
+    return found.mul_(torch.where(product == 0, ui.square() + uj.square(), -product))
