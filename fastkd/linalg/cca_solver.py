@@ -20,8 +20,8 @@ directions, where the loss has a kink.
 """
 
 import importlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -68,17 +68,14 @@ class Moments(NamedTuple):
 Solution = tuple[Tensor, Tensor | None, Moments | None]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Options of the loss."""
 
     ridges: Sequence[float]  # (student's, teacher's)
     top_k: int | None = None
-    # min(Ds, Dt) of each item before its padding with columns of zeros.
-    dims: Sequence[int] | None = None
+    digits: bool = False  # products by `fastkd.kernels.cca` instead of float64
     # Processes that hold parts of the observations: their moments are added.
     ranks: "Ranks | None" = None
-    digits: bool = False  # products by `fastkd.kernels.cca` instead of float64
 
 
 class Problem(NamedTuple):
@@ -144,25 +141,15 @@ def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
         if rows is not None:
             s, t = s[:, rows], t[:, rows]
         own = memory and Moments(*(x[i, None] for x in memory))
-        dims = options.dims and options.dims[i : i + 1]
-        parts.append((Problem(s, t, None, replace(options, dims=dims), want_grad, own), rows))
+        parts.append((Problem(s, t, None, options, want_grad, own), rows))
     return parts
 
 
 def solve_in_graph(problem: Problem) -> Solution:
     """`solve` under torch.compile: one operator, so that the plan can read values there too."""
     student, teacher, mask, options, want_grad, memory = problem
-    corr, *rest = _operator(
-        student,
-        teacher,
-        mask,
-        options.ridges,
-        options.top_k,
-        options.dims,
-        options.digits,
-        want_grad,
-        list(memory or []),
-    )
+    earlier = list(memory or [])
+    corr, *rest = _operator(student, teacher, mask, *options[:3], want_grad, earlier)
     gradient = rest.pop(0) if want_grad else None
     return corr, gradient, Moments(*rest) if rest else None
 
@@ -174,20 +161,18 @@ def _operator(
     mask: Tensor | None,
     ridges: Sequence[float],
     top_k: int | None,
-    dims: Sequence[int] | None,
     digits: bool,
     want_grad: bool,
     memory: Sequence[Tensor],
 ) -> list[Tensor]:
     earlier = Moments(*memory) if memory else None
-    options = Options(ridges, top_k, dims, digits=digits)
-    problem = Problem(student, teacher, mask, options, want_grad, earlier)
-    corr, gradient, totals = solve(problem)
+    options = Options(ridges, top_k, digits)
+    corr, gradient, totals = solve(Problem(student, teacher, mask, options, want_grad, earlier))
     return [corr, *([] if gradient is None else [gradient]), *(totals or [])]
 
 
 @_operator.register_fake
-def _(student, teacher, mask, ridges, top_k, dims, digits, want_grad, memory):
+def _(student, teacher, mask, ridges, top_k, digits, want_grad, memory):
     corr = student.new_empty(student.shape[0], dtype=torch.float64)
     ds = student.new_empty(student.shape, dtype=working_dtype(student))
     return [corr, *([ds] if want_grad else []), *map(torch.empty_like, memory)]
@@ -197,7 +182,7 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     rows = _Rows(Problem(x, y, mask, Options(ridges), want_grad=False))
-    centred = rows.all()
+    centred = rows.centred()
     finite = torch.stack([a.isfinite().flatten(-2).all(-1) for a in centred]).all(0)
     white = []
     for a, ridge, features in zip(centred, ridges, (x, y), strict=True):
@@ -231,23 +216,21 @@ def _by_observations(problem: Problem) -> bool:
         return False
     m, smaller = student.shape[-2], min(student.shape[-1], teacher.shape[-1])
     if not student.is_cuda:
-        return m <= smaller
-    return m <= FEW_OBSERVATIONS * smaller and student.dtype != torch.float64
+        return 0 < m <= smaller
+    return 0 < m <= FEW_OBSERVATIONS * smaller and student.dtype != torch.float64
 
 
 def _solved(problem: Problem) -> Solution:
     """`solve` of one part."""
-    student, teacher, _, options, want_grad, memory = problem
-    if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
-        student.shape[-2] == 0 and options.ranks is None
-    ):
+    student, teacher, _, _, want_grad, memory = problem
+    if 0 in (len(student), student.shape[-1], teacher.shape[-1]):
         nothing = student.new_zeros(len(student), dtype=torch.float64)
         gradient = student.new_zeros(student.shape, dtype=working_dtype(student))
         moments = memory and Moments(*(x.clone() for x in memory))
         return nothing, gradient if want_grad else None, moments
     rows = _Rows(problem)
     if _by_observations(problem):
-        (left_s, right_s), (left_t, _) = (_rotated(x * rows.share.sqrt()) for x in rows.all())
+        (left_s, right_s), (left_t, _) = (_rotated(x * rows.share.sqrt()) for x in rows.centred())
         pairs = ((left_s, left_s), (left_t, left_t), (left_t, left_s))
         corr, factors = _from_covariances([x.mT @ y for x, y in pairs], problem)
         if factors is None:
@@ -258,15 +241,7 @@ def _solved(problem: Problem) -> Solution:
     covariances, totals = rows.covariances()
     corr, factors = _from_covariances(covariances, problem)
     del covariances
-    ds = None if factors is None else rows.gradient(factors)
-    if totals is not None:  # a NaN in one batch must not stay
-        finite = (_trace(totals.scatter_s) + _trace(totals.scatter_t)).isfinite()
-        kept = (
-            torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
-            for x, before in zip(totals, problem.memory or (), strict=True)
-        )
-        totals = Moments(*kept)
-    return corr, ds, totals
+    return corr, None if factors is None else rows.gradient(factors), totals
 
 
 class _Factors(NamedTuple):
@@ -285,15 +260,19 @@ def _from_covariances(
     options = problem.options
     whiten_s, whiten_t = _whitenings(sigmas, problem)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # M (batch, Dt, Ds)
-    most = _most_correlations(problem)
-    corr, polar = _polar(whitened, _rounding_of(whiten_s, whiten_t), most, options)
-    corr = torch.minimum(corr, most)  # which rounding may exceed
-    if not problem.want_grad:
+    student, _, mask, _, want_grad, memory = problem
+    most = min(*whitened.shape[-2:], options.top_k or whitened.shape[-1])  # correlations
+    bound = student.new_full((len(student),), most, dtype=torch.float64)
+    if memory is None:  # whose faded moments have full rank, whatever their number
+        observed = count_observed(student, mask, options.ranks)
+        bound = torch.minimum(bound, (observed - 1).clamp_min(0))
+    corr, polar = _polar(whitened, _rounding_of(whiten_s, whiten_t), bound, options)
+    corr = torch.minimum(corr, bound)  # which rounding may exceed
+    if not want_grad:
         return corr, None
     back = whiten_s(polar.mT).mT  # W R_sᵀ
     regressed = _product(whitened.mT, back, options.digits)
     factors = _Factors(whiten_t(back), whiten_s(regressed), torch.float64)
-    student = problem.student
     large = len(student) == 1 and student.numel() >= LARGE_ITEM and student.dtype != torch.float64
     if large and student.is_cpu and values_readable(student):
         # ‖B·F − A·C·F‖² is that of W R_sᵀ less that of MᵀW R_sᵀ, but for the ridges.
@@ -322,15 +301,14 @@ def _rotated(x: Tensor) -> tuple[Tensor, Tensor]:
         )
         factor = _cholesky(gram)
         x = _solve(factor, x, False)
-        lower = factor if lower is None else lower @ _without_zeros(factor)
+        if lower is None:
+            lower = factor
+        else:  # of near-orthonormal rows: without columns of dependent ones
+            pivots = factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+            dependent = pivots.square() <= 64 * factor.shape[-1] * EPSILON
+            lower = lower @ factor.masked_fill(dependent, 0.0)
     assert lower is not None
     return lower, x
-
-
-def _without_zeros(factor: Tensor) -> Tensor:
-    """Cholesky factor of near-orthonormal rows, without columns of dependent ones."""
-    pivots = factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    return factor.masked_fill(pivots.square() <= 64 * factor.shape[-1] * EPSILON, 0.0)
 
 
 class _Whitening(NamedTuple):
@@ -471,40 +449,34 @@ class _Rows:
             count = count + memory.observations[:, None, None]
         self.count = count  # N (*, 1, 1), of all processes and the memory
         self.share = (count - 1).clamp_min(1).reciprocal()
-        sizes = student.shape[-1] + teacher.shape[-1]
-        step = (
-            max(1, CHUNK // max(sizes * student.shape[:-2].numel(), 1)) if student.is_cpu else None
-        )
-        starts = range(0, student.shape[-2], step) if step else [0]
-        self.chunks = [slice(i, i + step if step else None) for i in starts]
+        *batch, m, d_s = student.shape
+        width = math.prod(batch) * (d_s + teacher.shape[-1])
+        step = max(1, CHUNK // max(1, width) if student.is_cpu else m)
+        self.chunks = [slice(i, i + step) for i in range(0, m, step)]
         self.means = []  # (*, 1, D)
         for i, x in enumerate((student, teacher)):
             total = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.float64)
             for rows in self.chunks:
-                total += self._wide(x, rows).sum(-2, keepdim=True)
+                real = None if mask is None else mask[..., rows]
+                total += _masked(x[..., rows, :], real).double().sum(-2, keepdim=True)
             if options.ranks is not None:
                 total = options.ranks.sum(total)
             if memory is not None:
                 total = total + memory.observations[:, None, None] * memory[1 + i]
             self.means.append(total / count.clamp_min(1))
 
-    def _wide(self, x: Tensor, rows: slice) -> Tensor:
-        mask = self.problem.mask
-        return _masked(x[..., rows, :], None if mask is None else mask[..., rows]).double()
-
-    def centred(self, rows: slice, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    def centred(
+        self, rows: slice = slice(None), dtype: torch.dtype = torch.float64
+    ) -> list[Tensor]:
         """Student's and teacher's rows minus their mean, zero where masked."""
-        mask = self.problem.mask if self.problem.mask is None else self.problem.mask[..., rows]
+        mask = None if self.problem.mask is None else self.problem.mask[..., rows]
         centred = []
         for x, mean in zip(self.problem[:2], self.means, strict=True):
-            apart = _masked(x[..., rows, :], mask).to(dtype, copy=True).sub_(mean.to(dtype))
+            apart = x[..., rows, :].to(dtype, copy=True).sub_(mean.to(dtype))
             if x.dtype == torch.float64:  # a constant minus its rounded mean
                 apart.masked_fill_(apart.abs() <= 16 * EPSILON * mean.abs(), 0.0)
             centred.append(_masked(apart, mask))
         return centred
-
-    def all(self) -> list[Tensor]:
-        return self.centred(slice(None))
 
     def covariances(self) -> tuple[list[Tensor], Moments | None]:
         """Σ_ss, Σ_tt and Σ_ts, and with a memory the moments of all observations."""
@@ -605,19 +577,3 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _most_correlations(problem: Problem) -> Tensor:
-    """min(m − 1, Ds, Dt, top_k) (batch).
-
-    Faded moments of a memory have full rank: their observations bound nothing.
-    """
-    student, teacher, mask, options, _, memory = problem
-    rank = min(student.shape[-1], teacher.shape[-1], options.top_k or teacher.shape[-1])
-    most = student.new_full((len(student),), rank, dtype=torch.float64)
-    if options.dims is not None:  # filled on the device: a copy from the host would make it wait
-        sizes = torch.cat([most.new_full((1,), d) for d in options.dims])
-        most = torch.minimum(most, sizes)
-    if memory is not None:
-        return most
-    return torch.minimum(most, (count_observed(student, mask, options.ranks) - 1).clamp_min(0))

@@ -5,11 +5,10 @@ gradients.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd._core import check, extension
@@ -19,6 +18,7 @@ from fastkd._core.numerics import (
     apply,
     autocast_off,
     once_differentiable,
+    reduced,
     values_readable,
     working_dtype,
 )
@@ -64,9 +64,7 @@ def cca_loss_ref(
 
     whitened = inv_sqrtm_ref(sigma_tt) @ sigma_ts @ inv_sqrtm_ref(sigma_ss)  # eq. 4
     corr = torch.linalg.svdvals(whitened)[..., :top_k].sum(-1)  # eq. 6: tr (TᵀT)^½
-    if reduction == "mean":  # over items with at least two observations
-        return -corr.sum() / (observed >= 2).sum().clamp_min(1)
-    return -corr.sum() if reduction == "sum" else -corr  # eq. 7
+    return reduced(-corr, observed >= 2, reduction)  # eq. 7; a mean counts these items alone
 
 
 def cca_loss(
@@ -117,18 +115,14 @@ def cca_loss(
         "teacher", teacher, (*student.shape[:-1], teacher.shape[-1]), "student's but for the size"
     )
     mask = check.mask(mask, student.shape[:-1], student.device)
-    ridges = _ridge_pair(ridge)
-    if top_k is not None:
-        check.positive_int("top_k", top_k)
+    options = _checked(ridge, top_k)
     check.choice("reduction", reduction, REDUCTIONS)
-    options = Options(ridges, top_k, digits=_uses_digits(backend, student, ridges, top_k))
     ranks = ranks_of(gather, group)
-    arguments = _over_ranks(student, teacher, mask, options, ranks)
-    loss: Tensor = apply(_NegativeCorrelation, *arguments, None)[0]
+    loss: Tensor = _losses(student, teacher, mask, options, backend, ranks)[0]
+    counted = None
     if reduction == "mean":  # items with fewer than two observations have nothing to compare
-        observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
-        return loss.sum() / (observed >= 2).sum().clamp_min(1)
-    return loss.sum() if reduction == "sum" else loss
+        counted = (cca_solver.count_observed(student, mask, ranks) >= 2).expand(loss.shape)
+    return reduced(loss, counted, reduction)
 
 
 def canonical_correlations(
@@ -172,8 +166,8 @@ def canonical_correlations(
 class CCALoss(LossModule, InGroup):
     """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
 
-    See `cca_loss`. Losses of several layers are averaged. On a GPU all layers run as one batch,
-    elsewhere those of equal size. Stores ridge, top_k and pool, no parameters.
+    See `cca_loss`. Losses of several layers are averaged; layers of equal size run as one batch.
+    Stores ridge, top_k and pool, no parameters.
 
     With m observations, Ds + Dt − (m − 1) correlations are 1 whatever the student computes, and
     their gradient is noise; the first such call for each pair of sizes warns. ``memory`` adds
@@ -213,12 +207,10 @@ class CCALoss(LossModule, InGroup):
 
     def check_options(self) -> None:
         super().check_options()
-        _ridge_pair(self.ridge)
+        _checked(self.ridge, self.top_k)
         if self.memory != "auto":
             check.integer("memory", self.memory)
             check.number("memory", self.memory, at_least=0)
-        if self.top_k is not None:
-            check.positive_int("top_k", self.top_k)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,13 +221,6 @@ class CCALoss(LossModule, InGroup):
         """Empty the memory."""
         self._memories: list[Moments] = []  # one for each batch of layers
         self._awaited: dict[int, tuple] = {}  # arguments of updates after the backward pass
-
-    def _apply(self, fn, recurse=True):
-        self._update_awaited()
-        super()._apply(fn, recurse)
-        # float64 on any device: sums of many observations.
-        self._memories = [Moments(*(x.to(fn(x).device) for x in m)) for m in self._memories]
-        return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -249,14 +234,13 @@ class CCALoss(LossModule, InGroup):
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *errors):
         if self.persistent:
             first = f"{prefix}memory."
-            found: dict[int, dict[str, Tensor]] = {}
-            if state_dict.pop(f"{first}batches", None) is None:
+            batches = state_dict.pop(f"{first}batches", None)
+            if batches is None:
                 missing.append(f"{first}batches")
-            for key in [key for key in state_dict if key.startswith(first)]:
-                i, name = key.removeprefix(first).split(".")
-                found.setdefault(int(i), {})[name] = state_dict.pop(key).detach().clone()
             self.reset_parameters()
-            self._memories = [Moments(**found[i]) for i in sorted(found)]
+            for i in range(int(batches or 0)):
+                found = (state_dict.pop(f"{first}{i}.{name}") for name in Moments._fields)
+                self._memories.append(Moments(*(x.detach().clone() for x in found)))
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
 
     def forward(
@@ -286,34 +270,32 @@ class CCALoss(LossModule, InGroup):
             self._update_awaited()
         batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for s, t in pooled:
-            sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
-            batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
-        losses = []
-        for i, batch in enumerate(batches.values()):
-            students, teachers = (_stacked(side) for side in zip(*batch, strict=True))
+            batches.setdefault((s.dtype, s.shape[-1], t.shape[-1]), []).append((s, t))
+        losses, options = [], _checked(self.ridge, self.top_k)
+        for i, ((_, *sizes), batch) in enumerate(batches.items()):
+            with autocast_off(batch[0][0]):  # which refuses to stack the other half precision
+                students, teachers = map(torch.stack, zip(*batch, strict=True))
             masks = None if observed is None else observed.expand(students.shape[:-1])
-            dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
-            ridges = _ridge_pair(self.ridge)
-            digits = _uses_digits("auto", students, ridges, self.top_k)
-            options = Options(ridges, self.top_k, dims, digits=digits)
-            arguments = _over_ranks(students, teachers, masks, options, ranks)
-            memory = self._memory(i, students, teachers)
-            loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
+            memory = self._memory(i, students, sizes)
+            loss, *totals = _losses(students, teachers, masks, options, "auto", ranks, memory)
             losses.append(loss)
             trains = self.training and torch.is_grad_enabled() and students.requires_grad
             if memory is not None and trains:
-                update = memory, Moments(*totals), students.shape[-1] + teachers.shape[-1]
+                update = memory, Moments(*totals), sum(sizes)
                 if _may_be_recomputed():
                     self._awaited[i] = update
                 else:
                     self._update(*update)
         return torch.cat(losses).mean()
 
-    def _memory(self, i: int, student: Tensor, teacher: Tensor) -> Moments | None:
-        """Moments for a batch (L, m, D) of layers; zeros before its first update."""
+    def _memory(self, i: int, student: Tensor, sizes: list[int]) -> Moments | None:
+        """Moments for a batch (L, m, Ds) of layers; zeros before its first update.
+
+        In float64 on the features' device, wherever the Module was moved.
+        """
         if self.memory == 0:
             return None
-        layers, d_s, d_t = len(student), student.shape[-1], teacher.shape[-1]
+        layers, (d_s, d_t) = len(student), sizes
         shapes = [(), (1, d_s), (1, d_t), (d_s, d_s), (d_t, d_t), (d_t, d_s)]
         if i == len(self._memories):
             zeros = (student.new_zeros(layers, *x, dtype=torch.float64) for x in shapes)
@@ -336,15 +318,16 @@ class CCALoss(LossModule, InGroup):
     def _update(self, memory: Moments, totals: Moments, dims: int) -> None:
         """Store the moments of memory and batch, faded, in place: a CUDA graph may hold them."""
         count = totals.observations
-        limit: Tensor | int = self.memory if self.memory != "auto" else 3 * dims
+        limit: Tensor | int = 3 * dims if self.memory == "auto" else self.memory
         if self.memory == "auto":
             limit = (limit - (count - memory.observations)).clamp_min(0)
         keep = (limit / count.clamp_min(1)).clamp_max(1.0)
-        memory.observations.copy_(count * keep)
-        memory.mean_s.copy_(totals.mean_s)
-        memory.mean_t.copy_(totals.mean_t)
-        for old, new in zip(memory[3:], totals[3:], strict=True):
-            torch.mul(new, keep[:, None, None], out=old)
+        traces = [x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in totals[3:5]]
+        finite = torch.stack(traces).sum(0).isfinite()  # a NaN must not stay
+        for old, new, fades in zip(memory, totals, (1, 0, 0, 1, 1, 1), strict=True):
+            shape = -1, *[1] * (new.dim() - 1)
+            faded = new * keep.view(shape) if fades else new
+            torch.where(finite.view(shape), faded, old, out=old)
 
     def _warn_if_saturated(
         self, pairs: list[tuple[Tensor, Tensor]], observed: Tensor | None, ranks: Ranks | None
@@ -384,28 +367,6 @@ def _may_be_recomputed() -> bool:
     return not compiling and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _pads_layers(x: Tensor) -> bool:
-    """Whether layers of different sizes run as one batch, padded to the largest.
-
-    On a GPU launches take the time. On a CPU padding would only add arithmetic with zeros.
-    """
-    return x.is_cuda
-
-
-def _stacked(layers: Sequence[Tensor]) -> Tensor:
-    """Layers (m, ≤ D) stacked to (L, m, D), with columns of zeros in the smaller ones.
-
-    Such columns change no correlation: their cross-covariance is 0, and their covariance the
-    ridge's identity or, without a ridge, a direction without variance.
-    """
-    size = max(x.shape[-1] for x in layers)
-    missing = [size - x.shape[-1] for x in layers]
-    with autocast_off(layers[0]):  # which refuses to stack the other half-precision dtype
-        return torch.stack(
-            [F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)]
-        )
-
-
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     pair = tuple(ridge) if isinstance(ridge, (tuple, list)) else (ridge, ridge)
     if len(pair) != 2:
@@ -415,39 +376,51 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def _uses_digits(
-    backend: Backend, student: Tensor, ridges: tuple[float, float], top_k: int | None
-) -> bool:
+def _checked(ridge: Ridge, top_k: int | None) -> Options:
+    if top_k is not None:
+        check.positive_int("top_k", top_k)
+    return Options(_ridge_pair(ridge), top_k)
+
+
+def _losses(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    backend: Backend,
+    ranks: Ranks | None,
+    memory: Moments | None = None,
+) -> tuple[Tensor, ...]:
+    """Losses (*) of features (*, m, D), and with memory the moments of memory and batch.
+
+    Over the observations of all processes: either these are gathered, or ``options`` has the
+    processes whose moments are added. m may differ by process.
+    """
+    options = options._replace(digits=_uses_digits(backend, student, options))
+    if ranks is not None:
+        rows = ranks.max(student.shape[-2], student.device)
+        if cca_solver.moments_are_less(rows, student, teacher, ranks):
+            options = options._replace(ranks=ranks)
+        else:
+            observations = [x.movedim(-2, 0) for x in (student, teacher)]
+            real = None if mask is None else mask.movedim(-1, 0)
+            observations, real = ranks.gather_samples(observations, real)
+            student, teacher = (x.movedim(0, -2) for x in observations)
+            mask = None if real is None else real.movedim(0, -1)
+    return apply(_NegativeCorrelation, student, teacher, mask, options, memory)
+
+
+def _uses_digits(backend: Backend, student: Tensor, options: Options) -> bool:
     """Whether Triton kernels compute the large products, from integer digits.
 
     A GPU with float64 tensor cores is as fast without them.
     """
     unsupported = None
-    if top_k is not None or min(ridges) == 0:
+    if options.top_k is not None or min(options.ridges) == 0:
         unsupported = "ridge=0 and top_k need eigenvectors, which PyTorch computes"
     if backend_of(backend, "cca_loss", student, unsupported) != "triton":
         return False
     return backend != "auto" or not extension.multiplies_float64(student.device)
-
-
-def _over_ranks(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, ranks: Ranks | None
-) -> tuple[Tensor, Tensor, Tensor | None, Options]:
-    """Arguments of `_NegativeCorrelation` over the observations of all processes.
-
-    Either the observations are gathered, or ``options`` has the processes whose moments are added.
-    Features are (*, m, D), the mask is (*, m); m may differ by process.
-    """
-    if ranks is None:
-        return student, teacher, mask, options
-    rows = ranks.max(student.shape[-2], student.device)
-    if cca_solver.moments_are_less(rows, student, teacher, ranks):
-        return student, teacher, mask, replace(options, ranks=ranks)
-    observations = [x.movedim(-2, 0) for x in (student, teacher)]
-    real = None if mask is None else mask.movedim(-1, 0)
-    observations, real = ranks.gather_samples(observations, real)
-    student, teacher = (x.movedim(0, -2) for x in observations)
-    return student, teacher, None if real is None else real.movedim(0, -1), options
 
 
 class _NegativeCorrelation(torch.autograd.Function):
