@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -57,41 +56,26 @@ def test_the_first_call_of_a_process_registers_the_product():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-class Float64Operations(TorchDispatchMode):
-    """Number of operations of float64 products, factorisations and solvers."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        x = args[0]
-        if not isinstance(x, Tensor) or x.dtype != torch.float64:
-            return out
-        if func._opname in ("bmm", "baddbmm", "mm", "baddbmm_"):
-            left, right = args[-2:]
-            self.number += 2 * left.numel() * right.shape[-1]
-        elif func._opname == "roots_by_products":  # 4 products for each of 16 steps
-            self.number += 0 if any(args[1:]) else 64 * 2 * x.numel() * x.shape[-1]
-        elif "cholesky" in func._opname:
-            self.number += x.numel() * x.shape[-1] // 3
-        elif "solve_triangular" in func._opname:
-            self.number += x.numel() * args[1].shape[-1]
-        return out
-
-
-def test_float64_has_a_fifteenth_of_the_operations(monkeypatch):
-    """Six pairs of 4096 x 768."""
+def test_all_large_products_are_of_digits(monkeypatch):
+    """Six pairs of 4096 x 768, whose roots are products too."""
     monkeypatch.setattr(kernels, "launch_kernel", lambda *_, **__: None)
     monkeypatch.setattr(
         cca_solver,
         "symmetric_roots",
         lambda a, zero, digits: torch.ops.fastkd.roots_by_products(a, digits),
     )
+    products, roots = [], []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._opname in ("bmm", "baddbmm", "baddbmm_"):
+                products.append(args[-2].numel() * args[-1].shape[-1])
+            elif func._opname == "roots_by_products":
+                roots.append(args[1:])
+            return func(*args, **kwargs or {})
+
     features = torch.empty(6, 4096, 768, device="meta")
-    numbers = []
-    for digits in (True, False):
-        problem = Problem(features, features, None, Options((1e-4, 1e-4), digits=digits), True)
-        with Float64Operations() as found:
-            cca_solver.solve(problem)
-        numbers.append(found.number)
-    assert 0 < 15 * numbers[0] <= numbers[1], numbers
+    with Seen():
+        problem = Problem(features, features, None, Options((1e-4, 1e-4), digits=True), True)
+        cca_solver.solve(problem)
+    assert roots == [(True,)] and max(products) <= 6 * 768**2, products
