@@ -382,9 +382,10 @@ def random_matched_tokens(draw: Draw) -> Case:
     mask, weights = draw.mask(R), draw.normal(R) if draw.chance(0.5) else None
     reduction = draw.pick(["batchmean", "none"])
     student = draw.features(R, match.student_size, scales=(0.5, 5.0))
-    # Which of two equal tokens has a teacher's token of its rank is a kink.
-    ranked = student.double().sort(-1, descending=True)[0][:, : match.teacher_size + 1]
-    equal = (ranked[:, 1:] == ranked[:, :-1]).any(-1) & (unmatched == "sorted")
+    teacher = draw.features(R, match.teacher_size, scales=(0.5, 5.0))
+    unsure = None
+    if unmatched == "sorted":
+        unsure = mask & at_kink(student, teacher, match, temperature)
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         real = student_logits[mask], teacher_logits[mask]
@@ -406,13 +407,25 @@ def random_matched_tokens(draw: Draw) -> Case:
         ),
         oracle,
         {"student_logits": student},
-        {"teacher_logits": draw.features(R, match.teacher_size, scales=(0.5, 5.0))},
+        {"teacher_logits": teacher},
         {"mask": draw.mask_argument(mask)},
         scale=10.0,
         mask=mask,
         slope=lambda x: x.new_ones(x.shape[:1]),
-        unsure=equal & mask if draw.dtype in (torch.float16, torch.bfloat16) else None,
+        unsure=unsure,
     )
+
+
+def at_kink(student: Tensor, teacher: Tensor, match, temperature: float) -> Tensor:
+    """Rows where rounding decides a sign of s_k − t_k, or which token has rank k."""
+    s, t = (
+        (z.double() / temperature).softmax(-1).index_fill(-1, ids, 0).sort(-1, descending=True)[0]
+        for z, ids in ((student, match.student_ids), (teacher, match.teacher_ids))
+    )
+    most = min(s.shape[-1] - len(match.student_ids), t.shape[-1] - len(match.teacher_ids))
+    crossing = (s[:, :most] - t[:, :most]).abs() <= 1e-13 * s[:, :most]
+    equal = (s[:, 1:] - s[:, :-1]).abs() <= 1e-13 * s[:, 1:]
+    return crossing.any(-1) | (equal & (s[:, 1:] > 0))[:, :most].any(-1)
 
 
 def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
