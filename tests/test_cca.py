@@ -45,7 +45,7 @@ SIZES = [(512, 128, 128), (200, 128, 128), (128, 128, 128), (32, 256, 256), (96,
     )
 )
 def test_float32_is_accurate_by_products(m, d_s, d_t, kind, digits, device, monkeypatch):
-    """As on a GPU, which must not wait. Random calls have eigenvectors."""
+    """As on a GPU, which must not wait."""
     if digits:
         importlib.import_module("fastkd.kernels.cca")
     monkeypatch.setattr(cca, "_uses_digits", lambda *_: digits)
@@ -63,6 +63,17 @@ def test_float32_is_accurate_by_products(m, d_s, d_t, kind, digits, device, monk
     assert -value <= min(m - 1, d_s, d_t)
     assert relative_error(value, expected) <= 1e-6
     assert relative_error(grad, expected_grad) <= PRECISION[kind]
+
+
+@pytest.mark.parametrize("kind", [*BLURRED, "small -6"])
+def test_float32_is_accurate_by_eigenvectors(kind):
+    """Small correlations have a second root; random calls have other kinds and sizes."""
+    with torch.device("cpu"):
+        student, teacher = (x.float() for x in hard_pair(Draw(0, "torch"), kind, 96, 30, 40)[:2])
+        value, grad = value_and_grad(cca_loss, student, teacher)
+        expected, expected_grad = by_qr(student, teacher, 1e-4)
+    assert relative_error(value, expected) <= 1e-6
+    assert relative_error(grad, expected_grad) <= 1e-5
 
 
 @needs_extension
