@@ -105,6 +105,18 @@ def test_failed_factorisation_gives_nan():
     assert factors[1].isnan().all()
 
 
+def test_an_item_whose_ridge_is_lost_changes_no_other():
+    """Its variances' rounding errors are larger, so it alone has eigenvectors."""
+    student, teacher = torch.randn(2, 3, 40, 8)
+    upstream = torch.ones(3)
+    expected = value_and_grad(cca_loss, student, teacher, reduction="none", upstream=upstream)
+    student[1] *= 1e9
+    found = value_and_grad(cca_loss, student, teacher, reduction="none", upstream=upstream)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x[[0, 2]], y[[0, 2]])
+    assert relative_error(found[0][1], expected[0][1]) <= 1e-4
+
+
 def test_layers_of_one_size_are_one_batch():
     sizes = ((5, 6), (3, 4), (9, 2), (5, 6))
     layers = [[torch.randn(30, 4, size) for size in one] for one in zip(*sizes, strict=True)]

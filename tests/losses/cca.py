@@ -301,6 +301,8 @@ def random_cca_memory(draw: Draw) -> str | None:
     """
     rows, D_s, D_t, ridge = draw.pick([2, 5, 9]), draw.size(), draw.size(), 1e-2
     n, processes = draw.pick([3, 20, 60, "auto"]), draw.pick([1, 1, 1, 2])
+    if n == "auto" and draw.chance(0.5):  # it is less than three steps have
+        D_s, D_t = draw.pick([1, 2]), 1
     module = fastkd.CCALoss(ridge, memory=n, persistent=True)
     n = max(3 * (D_s + D_t) - processes * rows, 0) if n == "auto" else n
     s, t, w = torch.zeros(0, D_s).double(), torch.zeros(0, D_t).double(), torch.zeros(0).double()
