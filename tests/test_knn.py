@@ -105,6 +105,13 @@ def test_products_and_squares_that_overflow_choose_the_nearest():
 
 
 @both_searches
+def test_a_far_row_of_the_bank_costs_the_others_no_digits(backend):
+    student, teacher, *labels = batch(6, 20, 5, 1, dtype=torch.float32)
+    teacher[3] = 1e19
+    check_against_loop(knn_feature_loss, student, teacher, *labels, k=2, backend=backend)
+
+
+@both_searches
 def test_nan_affects_rows_of_its_own_label_only(backend):
     labels = torch.tensor([0, 1, 2, 0, 1, 3]), torch.arange(20) % 3
     lost = torch.tensor([False, True, False, True, True, False])
