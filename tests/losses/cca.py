@@ -83,7 +83,7 @@ def random_cca(draw: Draw) -> Case:
     columns, scale = torch.ones(D_s, dtype=torch.float64), 1.0
     if draw.chance(0.3):  # one feature a thousand times the others
         columns[0] = 1000.0
-        # A covariance has its square, whose rounding is 1e6 times that of the others.
+        # Covariances hold squares: the rounding of this column's is 1e6 times that of the others'.
         scale = 30.0 if draw.dtype == torch.float64 else 1.0
     student = draw.features(batch, m, D_s, scales=(0.1, 5.0), kinds=REGULAR) * columns
 

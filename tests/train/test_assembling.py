@@ -82,7 +82,7 @@ def test_classes_are_matched_by_name_or_refused(ready, tmp_path):
     run, models = ready(teacher=head, train=path, evals=path, test=[path], metric="f1")
     corpus, both = run.data.corpus, judge(run, models.student)
     assert corpus.names == ["positive", "Negative"]
-    # F1 is that of the data's second class, also for `fastkd evaluate`, by the student's manifest.
+    # F1 is of the data's second class; the manifest says so to `fastkd evaluate`.
     assert "f1 is that of class 'positive'" in describe(corpus)
     found = [int(i) for i in both.answers[""].argmax(-1)]
     expected = f1_score(corpus.evals[""].labels, found, pos_label=0)
