@@ -89,12 +89,19 @@ def random_module(draw: Draw) -> Case:
     largest = max(float(factors.abs().sum()), 1.0)
     terms = largest if reduction == "sum" else largest / max(int(mask.sum()), 1)
 
-    def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
-        parameters = [x for name, x in inputs.items() if name.startswith("projector.")]
-        if kind != "cosine" or not parameters:
+    def slopes(student: Tensor, teacher: Tensor, **parameters: Tensor) -> dict[str, float]:
+        """Sizes of the rows' terms, which weights of both signs cancel."""
+        names, x = ("projector.weight", "projector.bias"), student[mask]
+        if not parameters:
             return {}
-        sizes = projected_slopes(student[mask], *parameters)
-        return dict(zip(("projector.weight", "projector.bias"), sizes, strict=True))
+        if kind == "cosine":
+            return dict(zip(names, projected_slopes(x, *parameters.values()), strict=True))
+        weight, bias = (parameters[name].detach() for name in names)
+        out = (x @ weight.mT + bias).requires_grad_()
+        (grad,) = torch.autograd.grad(distance(out, teacher[mask], kind, beta).sum(), out)
+        sizes = grad.norm(dim=-1) * factors[mask].abs() / (1 if reduction == "sum" else len(x) or 1)
+        of_weight = float((sizes * x.norm(dim=-1)).sum())
+        return {"projector.weight": of_weight, "projector.bias": float(sizes.sum())}
 
     scale = terms if kind == "cosine" else 1.0
     case = module_case(
