@@ -69,8 +69,8 @@ CHOSEN := block_edges or cold or labels_in or weights_match or same_bits or smal
   or rows_of_many or ptx
 compiled: $(VENV)/bytecode
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
-	  -p tools.spread -k "($(CHOSEN)) and not (compil or graph or sizes)" --dist worksteal \
-	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
+	  -p tools.spread -m "not thorough" -k "($(CHOSEN)) and not (compil or graph or sizes)" \
+	  --dist worksteal -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
 
 # Beside the tests installs, sanitizers, the site, and every form of the kernels, for three
 # architectures.

@@ -31,8 +31,9 @@ def test_products_by_digits(M, N, K, device):
 
 
 def test_products_of_whole_numbers_are_exact(device):
-    """Also of many rows."""
-    x = torch.randint(-(2**30), 2**30, (1, 3, 33000), device=device).double()
+    """Also of more rows than are added at a time."""
+    size = 1, 3, kernels.MOST_TERMS.value + 100
+    x = torch.randint(-(2**30), 2**30, size, device=device).double()
     rows = [list(map(int, row)) for row in x[0].tolist()]
     exact = [[float(sum(map(operator.mul, a, b))) for b in rows] for a in rows]
     found = digit_product(x, x.mT, True)

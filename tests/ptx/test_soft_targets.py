@@ -63,7 +63,7 @@ def test_tails_of_a_top_k():
 
 def test_cross_entropy_and_log_totals():
     """Short and long rows, aligned or not, in place."""
-    for i, V in enumerate((45, 48, 1040, 1041, 16_400, 16_401)):
+    for i, V in enumerate((45, 48, 1040, 16_401)):
         logits, labels, weights = 4 * torch.randn(3, V), torch.tensor([0, V - 1, 7]), torch.rand(3)
         value, grad = cross_entropies(logits.double(), labels, 0.1, 0.1, weights)
         right = logits.double() / 2.5
