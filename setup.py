@@ -98,7 +98,8 @@ def extensions() -> list[Extension]:
     found = [
         Extension(
             "fastkd._C",
-            sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
+            # The largest takes half of the time, so it comes first.
+            sorted(map(str, Path("csrc").rglob("*.cpp")), key=lambda x: (-os.path.getsize(x), x)),
             libraries=["torch_cpu"],
             extra_compile_args=COMPILE_ARGS,
             **options,
