@@ -199,21 +199,6 @@ def test_a_schedule_without_progress_warns_once():
 # Heads of other kinds
 
 
-def test_a_masked_token_between_others_predicts_nothing():
-    """Nor is it predicted."""
-    ids, mask = torch.randint(5, 60, (4, 9)), torch.ones(4, 9, dtype=torch.int64)
-    mask[1, 6:] = mask[2, 3] = 0
-    data = {"input_ids": ids, "attention_mask": mask}
-    teacher, student = (model.eval() for model in pair("gpt2", head=t.GPT2LMHeadModel))
-    method = SoftTargets(alpha=1.0, temperature=1.0)
-    out = Distiller(teacher, student, method).eval()(**data)
-    p, q = (out_of(model, data).logits[:, :-1].log_softmax(-1) for model in (teacher, student))
-    real = torch.ones(4, 8, dtype=torch.bool)
-    real[1, 5:] = real[2, 2:4] = False
-    expected = (p.exp() * (p - q)).sum(-1)[real].mean()
-    torch.testing.assert_close(out.terms["soft"], expected)
-
-
 def test_a_regressions_labels_may_be_whole_numbers():
     distiller, data = make("soft_targets", num_labels=1).eval(), batch(num_labels=1)
     numbers = data.pop("labels").round()
@@ -489,6 +474,19 @@ def test_wrong_arguments_are_errors():
         raises(words, Distiller, theirs, ours, SoftTargets())
     Distiller(teacher, other_labels, FCD(soft_weight=0.0))(**batch())
     raises("teacher has no head", Distiller, teacher.bert, classifier("bert", layers=2), LRKD())
+
+
+def test_wrong_weights_of_tokens_are_errors():
+    distiller, data = Distiller(*pair("bert", head=t.BertForMaskedLM), SoftTargets()), batch()
+    data["labels"] = data["input_ids"]
+    for wrong, error, words in (
+        (torch.ones(6, 7), ValueError, "loss_weights must have shape"),
+        (torch.ones(6, 10).long(), TypeError, "loss_weights must be bfloat16"),
+        (torch.ones(6, 10, requires_grad=True), ValueError, "loss_weights requires grad"),
+    ):
+        raises(words, distiller, error=error, **data, loss_weights=wrong)
+    words = "gives one prediction a row; leave them out"
+    raises(words, make("fcd"), **batch(), loss_weights=torch.ones(6, 10))
 
 
 def test_wrong_batches_are_errors():

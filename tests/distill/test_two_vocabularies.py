@@ -6,7 +6,6 @@ import transformers as t
 
 from fastkd import VocabularyMatch
 from fastkd.distill import Distiller, SoftTargets, TwoTokenizers
-from fastkd.distill.verify import verify
 from tests.support.compare import raises
 
 TEXTS = ["playing in the garden", "cat well in", "the well garden cat playing"]
@@ -61,14 +60,6 @@ def test_unpaired_tokens_have_no_effect(models, keep_logits):
     teacher.model.norm.register_forward_hook(lambda _, x, out: out.index_fill(1, ZERO, torch.inf))
     for found, value in zip(step(), expected, strict=True):
         torch.testing.assert_close(found, value)
-
-
-def test_split_steps_equal_the_whole(models):
-    teacher, student, match = models
-    distiller = Distiller(teacher, student, SoftTargets(alpha=0.5), tokenizers=match)
-    batch = data()
-    checks = verify(distiller, batch, ranks=0, compile_backend=None)
-    assert checks and all(check.ok for check in checks), checks
 
 
 def test_wrong_tokens_are_errors(models, tmp_path):

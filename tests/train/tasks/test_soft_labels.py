@@ -1,12 +1,8 @@
-"""Labels that are distributions over the classes: their loss, scores and every command."""
-
-import copy
+"""Labels that are distributions over the classes: forms, scores and every command."""
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
 
-from fastkd.distill import LRCBERT, Distiller, IntraClassKNN, Labels
 from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import describe, load
 from fastkd.train.saving import read_json
@@ -14,7 +10,6 @@ from tests.support.runs import first_step
 from tests.support.tiny import STILL, make_teacher, run, sentences, source
 from tests.train.tasks.through import told, write_jsonl
 
-PROBS = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [torch.nan] * 3, [0.6, 0.2, 0.2]])
 LISTS = [[0.75, 0.25], [0.1, 0.9]]
 FORMS = {  # lists: test_drawn_files.py
     "names": [{"no": 0.75, "yes": 0.25}, {"yes": 0.9, "no": 0.1}],
@@ -26,33 +21,6 @@ def write(path, labels, rows=24, seed=0):
     """Texts whose class chooses one of two labels."""
     rows = ({"sentence": text, "label": labels[y]} for text, y in sentences(rows, seed))
     return write_jsonl(path, rows)
-
-
-def test_the_loss_is_the_cross_entropy_with_the_distribution():
-    config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3,
-        intermediate_size=16, problem_type="single_label_classification",
-    )  # fmt: skip
-    student = BertForSequenceClassification(config).double().eval()
-    teacher = copy.deepcopy(student)
-    batch = {"input_ids": torch.randint(0, 40, (4, 6))}
-    log_q = student(**batch).logits.log_softmax(-1)
-    known, hard = [0, 1, 3], torch.eye(3).double()[[0, 2, 1, 1]]
-    smooth = LRCBERT(perturb=False, alpha=0.0, beta=0.0, first_stage=0.0, temperature=1.1)
-    for method in (Labels(), smooth):
-        distiller = Distiller(teacher, student, method).eval()
-        spread = method.prediction_options.label_spread
-        share = 3 * spread / (1 + 2 * spread)
-        target = (1 - share) * PROBS[known].double() + share / 3
-        found = distiller(**batch, labels=PROBS.double()).terms["task"]
-        torch.testing.assert_close(found, -(target * log_q[known]).sum().detach() / 3)
-        one, other = (distiller(**batch, labels=x).terms["task"] for x in (hard, hard.argmax(-1)))
-        torch.testing.assert_close(one, other)
-    knn = Distiller(teacher, student, IntraClassKNN(k=1)).eval()
-    one, other = (
-        knn(**batch, labels=x).terms["knn"] for x in (PROBS.double(), torch.tensor([2, 0, -100, 0]))
-    )
-    torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("form", FORMS)
