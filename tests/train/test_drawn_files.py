@@ -1,5 +1,7 @@
 """Drawn tables: every kind of file gives their rows, which are known without reading them.
 
+A row that is drawn to be broken is named in the error.
+
 A table has texts with whatever a format can carry, sometimes two of them, and labels of a drawn
 kind. It is written as a drawn kind of file, with line ends, a mark of UTF-8, blank lines, other
 columns, with or without a header, and compression. A failure prints the seed (FASTKD_TEST_SEED).
@@ -9,12 +11,15 @@ import csv
 import gzip
 import io
 import json
+import math
 import random
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from fastkd.train.data import load
+from fastkd.train.errors import InputError
 from tests.support.draw import FIRST
 from tests.support.tiny import source
 
@@ -47,18 +52,16 @@ def written(rng, kind, names, rows):
     end, blank = rng.choice(["\n", "\r\n"]), rng.random() < 0.3
     lines, numbers, at, head = [], [], 1, [names] * (kind in ("tsv", "csv") and names is not None)
     if kind in ("tsv", "csv"):
-        rows = [*head, *(list(row.values()) for row in rows)]
+        rows = [*head, *(list(row.values()) if isinstance(row, dict) else row for row in rows)]
     for i, row in enumerate(rows):
         if kind == "csv":
             buffer = io.StringIO(newline="")
             csv.writer(buffer).writerow(row)
             line = buffer.getvalue().removesuffix("\r\n")
+        elif kind == "tsv":
+            line = "\t".join(map(str, row))
         else:
-            line = (
-                "\t".join(map(str, row))
-                if kind == "tsv"
-                else json.dumps(row, ensure_ascii=i % 2 == 0)
-            )
+            line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
         if kind == "json":
             line = f"{'[' if i == 0 else ', '}{line}"
         if blank and i == 2:
@@ -69,12 +72,34 @@ def written(rng, kind, names, rows):
         at += 1 + line.count("\n")
     lines += ["]"] * (kind == "json")
     text = end.join(lines) + rng.choice([end, ""])
-    return rng.choice([b"", b"\xef\xbb\xbf"]) + text.encode(), numbers[len(head) :]
+    content = text.encode("utf-8", "surrogateescape")
+    return rng.choice([b"", b"\xef\xbb\xbf"]) + content, numbers[len(head) :]
 
 
-def drawn(rng, folder):
-    """A file's path, its options, and its content: numbers, texts, second texts, labels, names."""
-    kind, of = rng.choice(["tsv", "csv", "json", "jsonl", "parquet"]), rng.choice([*LABELS])
+def broken(rng, kind, row, text):
+    """What a file has in place of a row: cells, or a line of JSON."""
+    empty = ["", " "] * ("pair" not in row)  # one of two texts may be empty
+    if kind == "jsonl":
+        changes = [(text, x) for x in (5, None, "\udcfc", *empty)]
+        changes += [("label", x) for x in (None, "", {}, [1], math.nan, math.inf)]
+        lines = [{**row, name: x} for name, x in changes]
+        lines += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
+        lines = [json.dumps(x, ensure_ascii=False) for x in lines]
+        return rng.choice([*lines, lines[0][:-1], "[1]", "5", "null", "word", "[" * 100_000])
+    changes = [("label", ""), ("label", "nan"), ("label", "NULL"), *((text, x) for x in empty)]
+    if "\n" not in "".join(map(str, row.values())):  # whose line is that of the row
+        changes.append((text, "\udcfc"))
+    rows = [[*{**row, name: x}.values()] for name, x in changes]
+    return rng.choice([*rows, [*row.values()][:-1], [*row.values(), "wide"]])
+
+
+def drawn(rng, folder, breaks=False):
+    """A file's path, its options, and its content: numbers, texts, second texts, labels, names.
+
+    Or, if one of them ``breaks``, another file with a broken row, and the row's number.
+    """
+    kind = rng.choice(["tsv", "csv", "jsonl", *["json", "parquet"] * (not breaks)])
+    of = rng.choice([*LABELS])
     labels, classes = LABELS[of]
     made, pair = texts_of(rng, kind), rng.random() < 0.4
     names = [
@@ -90,20 +115,28 @@ def drawn(rng, folder):
     for i in range(rng.randint(6, 40)):
         ys.append(i % 3 if i < 3 else rng.randrange(3))
         rows.append({n: labels[ys[-1]] if n == "label" else next(made) for n in names})
-    path, bare = folder / f"{rng.randrange(10**9)}.{kind}", rng.random() < 0.3
-    bare &= kind in ("tsv", "csv")
-    if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        numbers = [*range(1, len(rows) + 1)]
-    else:
+    bare = kind in ("tsv", "csv") and rng.random() < 0.3
+
+    def save(rows):
+        path = folder / f"{rng.randrange(10**9)}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            return path, [*range(1, len(rows) + 1)]
         content, numbers = written(rng, kind, None if bare else names, rows)
         path = path.with_name(path.name + rng.choice(["", ".gz"]))
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+        return path, numbers
+
+    path, numbers = save(rows)
     (text,) = {"text", "sentence"} & {*names}
     given = {"text_pair_column": "pair"} if pair else {}
     if bare:
         columns = {"text_column": text, "label_column": "label", **given}
         given = {name: str(names.index(x)) for name, x in columns.items()} | {"no_header": True}
+    if breaks:
+        at = rng.randint(3, len(rows))
+        wrong, numbers = save([*rows[:at], broken(rng, kind, rows[0], text), *rows[at:]])
+        return path, given, (wrong, numbers[at])
     kept = [i for i, y in enumerate(ys) if labels[y] != -100]
     seconds = [rows[i]["pair"] for i in kept] if pair else None
     firsts, known = [rows[i][text] for i in kept], [labels[ys[i]] for i in kept]
@@ -131,3 +164,15 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
         assert (train.texts, train.pairs) == (texts, pairs), where
         assert train.labels.tolist() == [label_of(x, classes) for x in labels], where
     assert csv.field_size_limit() == limit
+
+
+def test_a_broken_row_is_named(tmp_path):
+    """Among the training rows, or the evaluation rows."""
+    rng = random.Random(FIRST)
+    for _ in range(40):
+        path, given, (wrong, number) = drawn(rng, tmp_path, breaks=True)
+        train, evals = rng.choice([(wrong, path), (path, wrong)])
+        with pytest.raises(InputError) as error:
+            load(source(train=train, evals=evals, **given))
+        said = str(error.value)
+        assert f"{wrong.name}, row {number}: " in said, f"seed {FIRST}: {said}"
