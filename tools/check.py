@@ -42,7 +42,7 @@ WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
 # Left out by `make check` only: tests that train, and below tests that compile.
 TRAINS = (
     "tests/cli", "tests/train/tasks", "tests/train/test_lora.py", "tests/integrations",
-    "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py", "tests/test_examples.py",
+    "tests/distill/test_trainer.py", "tests/test_examples.py",
     "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_grid.py",
 )  # fmt: skip
 COMPILES = "compiles or compiled or dynamic_graph or tensor_twice or one_graph or graphs or sizes"

@@ -23,6 +23,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
+from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.baselines import BASELINES, Embeddings
 from tests.distill import draws
 from tests.distill.models import batch, classifier, eager, model
@@ -210,3 +211,25 @@ def test_the_package_of_a_method_does_not_matter():
     assert Distiller(teacher, student, type("Mine", (FCD,), {})()).uses_lm_head
     assert not Distiller(teacher, student, Own()).uses_lm_head
     assert Distiller(teacher, student, Own(soft_weight=0.0)).uses_lm_head
+
+
+def test_the_last_layer_of_algorithm_1(monkeypatch):
+    teacher = classifier("bert")
+    found = torch.tensor([0.5, 0.9, 0.8, 0.1])
+    monkeypatch.setattr("fastkd.distill.methods.adjacent_layer_cca", lambda *_: found)
+    assert select_layers(teacher, [], 2) == [1, 4]
+    assert select_layers(teacher, [], 2, last_layer=False) == [1, 3]
+    with pytest.raises(ValueError):
+        select_layers(teacher, [], 4, last_layer=False)
+
+
+def test_minilm_of_other_heads():
+    torch.manual_seed(0)
+    teacher, narrow = classifier("bert"), classifier("bert", layers=2)
+    other = classifier("bert", layers=2, num_attention_heads=1)
+    raises("use MiniLMv2", Distiller(teacher, other, MiniLM()), **batch())
+    assert Distiller(teacher, other, MiniLMv2())(**batch()).loss.isfinite()
+    uneven = Distiller(teacher, narrow, MiniLMv2(relation_heads=5))
+    raises("relation_heads=5 doesn't divide", uneven, **batch())
+    words = "layer=5: the teacher has 4 layers"
+    raises(words, Distiller, teacher, narrow, MiniLM(layer=5))

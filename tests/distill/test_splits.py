@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill import METHODS, Distiller, IntraClassKNN, student_from_teacher
@@ -144,6 +146,40 @@ def test_gathering_processes_equal_one_process(tmp_path):
         assert_equal(terms, {name: expected[name] for name in names})
         for _, (_, own) in found:
             assert_equal(own, gradients)
+
+
+# Ways of data parallelism besides, by methods that compare samples or have parameters.
+WAYS = {"static_graph": ("knn", "mc3kd"), "fsdp2": ("fcd", "lrkd")}
+
+
+def curve(name, way="", rank=None):
+    """Losses and weights of a plain loop, with a process's part of the batch."""
+    distiller, losses, model = exact(name, gather=bool(way)), [], None
+    distiller.register_forward_hook(lambda module, args, out: losses.append(out.loss.item()))
+    if way == "fsdp2":
+        mesh, method = init_device_mesh("cpu", (2,)), distiller.method
+        own = [method] if list(method.parameters()) else []
+        for module in (*distiller.student.bert.encoder.layer, distiller.student, *own):
+            fully_shard(module, mesh=mesh)
+    elif way:
+        model = DistributedDataParallel(distiller, **{way: True})
+    learning = {n: p for n, p in distiller.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(learning.values(), lr=0.05)
+    data = data_of() if rank is None else cut(data_of(), 0, 5, ROWS)[rank]
+    for _ in range(4):
+        taken(distiller, data, model)
+        optimizer.step()
+    return losses, {n: getattr(p, "full_tensor", p.clone)().detach() for n, p in learning.items()}
+
+
+def curves(rank):
+    return {name: curve(name, way, rank) for way, names in WAYS.items() for name in names}
+
+
+def test_sharded_processes_and_static_graphs_have_one_curve(tmp_path):
+    expected = {name: curve(name) for names in WAYS.values() for name in names}
+    for found in run_ranks(curves, 2, tmp_path):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
 def knn_loss(rank, ends):
