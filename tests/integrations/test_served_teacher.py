@@ -22,7 +22,7 @@ from tests.support.compare import raises
 
 pytest.importorskip("httpx")
 pytest.importorskip("aiohttp")
-from tests.support.protocol_server import Server
+from tests.integrations.protocol_server import Server
 
 V = 40
 
