@@ -31,20 +31,6 @@ def test_accumulation(loss):
 
 
 @every_loss
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_batch_of_upstream_gradients(loss, dtype):
-    """With is_grads_batched; the student's and the parameters'."""
-    student, teacher = features(dtype)
-    learning = [student, *loss.parameters()]
-    value = loss(student, teacher, padding())
-    batch = torch.tensor([1.0, -2.5, 0.0], device=value.device)
-    found = torch.autograd.grad(value, learning, batch, retain_graph=True, is_grads_batched=True)
-    for i, upstream in enumerate(batch):
-        one = torch.autograd.grad(value, learning, upstream, retain_graph=True)
-        torch.testing.assert_close([x[i] for x in found], list(one))
-
-
-@every_loss
 def test_hooks(loss, wanted):
     """Of tensors and of Modules, on a student that is no leaf."""
     student, teacher = features()

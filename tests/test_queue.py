@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastkd import FeatureQueue, cos_nce_loss, knn_feature_loss
+from fastkd import FeatureQueue, knn_feature_loss
 
 
 def expected(size, dim, batches):
@@ -62,25 +62,6 @@ def test_compiles_for_all_sizes():
         losses = knn_feature_loss(rows, features, labels, bank_labels, reduction="none")
         assert torch.equal(compiled(rows, rows, labels), losses)
     assert graphs.frame_count <= 2
-
-
-@pytest.mark.parametrize("filled", [0, 4])
-def test_empty_rows_are_neither_neighbours_nor_negatives(filled):
-    queue = FeatureQueue(9, 3)
-    teacher, labels = torch.randn(filled, 3), torch.arange(filled) % 2
-    queue.enqueue(teacher, labels)
-    student, own = torch.randn(2, 3), torch.tensor([0, 1])
-    loss = knn_feature_loss(student, queue.features, own, queue.labels, k=3, tolerance=1000)
-    assert loss == knn_feature_loss(student, teacher, own, labels, k=3, tolerance=1000)
-
-    positive = torch.randn(2, 3)
-    bank = {"negatives": queue.features, "negatives_mask": queue.mask}
-    loss = cos_nce_loss(student, positive, **bank)
-    assert torch.allclose(loss, cos_nce_loss(student, positive, negatives=teacher))
-    given = {"labels": own, "negatives_labels": queue.labels}
-    loss = cos_nce_loss(student, positive, **bank, **given)
-    given["negatives_labels"] = labels
-    assert torch.allclose(loss, cos_nce_loss(student, positive, negatives=teacher, **given))
 
 
 def test_shapes_and_dtypes():

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkd
 from fastkd._core import dispatch, extension
-from fastkd._core.numerics import times_upstream
 from tests.losses import subjects
 from tests.support.compare import assert_accurate, relative_error, value_and_grad
 from tests.support.subject import D_S, D_T
@@ -236,11 +235,3 @@ def test_one_call_computes_loss_and_gradient(name):
         ONE_VISIT[name](x.detach(), y)
         assert made.counts == [2, 1]
     torch.testing.assert_close(first, again, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_are_scaled_by_each_loss_weight(dtype):
-    gradient, upstream = torch.randn(3, 3, 3), torch.tensor([1.0, 2.0, 0.5])
-    found = times_upstream(gradient, upstream, dtype)
-    wanted = torch.stack([rows * scale for rows, scale in zip(gradient, upstream, strict=True)])
-    assert torch.equal(found, wanted.to(dtype))

@@ -30,7 +30,7 @@ def rows(V, scale=4.0, device="cpu"):
     return (scale * torch.randn(5, V)).to(device), labels.to(device), weights.to(device)
 
 
-@pytest.mark.parametrize("V", [1, 33, 1025, LONG + 17])
+@pytest.mark.parametrize("V", [33, LONG + 17])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.1), (1.0, 0.0)])
 def test_rows(device, V, smoothing, z_loss):
     logits, labels, weights = rows(V, device=device)
@@ -82,8 +82,8 @@ def test_infinite_logits_and_nan(device, V, smoothing):
     assert value.isnan().tolist() == [False, False, True, True, True, True, False]
 
 
-@pytest.mark.parametrize("V", [1, 33, 1025, LONG + 16])
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 20.0])
+@pytest.mark.parametrize("V", [1, 33, LONG + 16])
+@pytest.mark.parametrize("temperature", [1.0, 20.0])
 def test_log_totals_and_softmax(device, V, temperature):
     logits, _, factors = rows(V, device=device)
     logits[4, : V - 1] = -INF

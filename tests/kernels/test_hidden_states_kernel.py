@@ -33,9 +33,7 @@ def test_few_launches(device, kind, weighted):
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine", "smooth_l1"])
-@pytest.mark.parametrize(
-    ("D", "dtype"), [(9, torch.bfloat16), (64, torch.float32), (1030, torch.float32)]
-)
+@pytest.mark.parametrize(("D", "dtype"), [(64, torch.bfloat16), (1030, torch.float32)])
 def test_block_edges(device, kind, D, dtype):
     student, teacher = torch.randn(2, 3, 5, D, device=device, dtype=torch.float64).to(dtype)
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]], device=device)
