@@ -150,10 +150,11 @@ def test_a_decoder(folder, tmp_path, without_pictures):
 
 
 def command_on_ranks(rank, words):
+    report.plot_layer_panels = report.plot_sentence = lambda *args, **options: None
     return run("analyze", *words)
 
 
-def test_processes_share_the_rows(folder, tmp_path):
+def test_processes_share_the_rows(folder, tmp_path, without_pictures):
     words = ["--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
              "--batch-size", 5, "--measures", "pwcca", "--device", "cpu"]  # fmt: skip
     run("analyze", *words, "--out", tmp_path / "one")

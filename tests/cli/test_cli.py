@@ -619,5 +619,3 @@ def test_the_packaged_teacher_who_is_the_student_too(distill, tiny, tmp_path, mo
     packaged = {"teacher": "packaged", "method": "labels", "max_train_rows": 8}
     assert "warning: --student is the teacher" in distill(**packaged, student=tiny / "teacher")
     assert report_of(tmp_path / "out")["settings"]["teacher"] == str(tiny / "teacher")
-    run("cache", teacher="packaged", train=tiny / "train.tsv", eval=tiny / "dev.tsv",
-        method="soft_targets", device="cpu", out=tmp_path / "cache")  # fmt: skip

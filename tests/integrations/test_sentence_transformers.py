@@ -96,11 +96,10 @@ LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
-@pytest.mark.parametrize("parts", [None, 5])
-@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(("columns", "parts"), [(1, None), (2, 5)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
-    """With one column, with two columns as one batch, and with a gradient cache."""
+    """With one column, and with two columns as one batch and a gradient cache."""
     cls, options, function = LOSSES[name]
     model, teacher = to_student_ids(folder), teacher_of(folder)
     texts = (TEXTS, OTHERS)[:columns]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastkd import TopK
-from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations import openai
 from fastkd.integrations._rows import SourceError
 from fastkd.integrations.top_k_files import TopKFiles, export, write
@@ -122,8 +122,6 @@ def test_wrong_files_are_one_sentence(teacher, tmp_path):
     write(found, tmp_path)
     raises("has no 'x', but input_ids, lengths", TopKFiles, tmp_path, columns=("x", "y", "z"))
     student = student_from_teacher(teacher, [1])
-    raises("method compares layers", Distiller, TopKFiles(tmp_path), student, FCD())
-    raises("one temperature", Distiller, TopKFiles(tmp_path), student, SoftTargets(temperature=2))
     distiller = Distiller(TopKFiles(tmp_path), student, SoftTargets(temperature=1.0))
     raises(r"row 0 of the batch is not in .*\(3 rows\)", distiller, **batch(3), error=SourceError)
     write([(found[0][0], TopK(found[0][1].ids[:, :2], found[0][1].log_probs[:, :2]))], tmp_path)

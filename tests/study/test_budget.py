@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastkd.study import budget, grid
+from fastkd.study import budget, grid, grid_runs
 from fastkd.study.budget import Search
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
@@ -77,7 +77,8 @@ def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
     assert said[1].startswith("all 40 runs take about 0.44 hours; these 0.078: at most 16 values")
 
 
-def test_the_first_values_and_a_small_budget(path, tmp_path):
+def test_the_first_values_and_a_small_budget(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid_runs, "TIMED", (1, 2))
     first = grid.read(StudySettings(spec=path, grid="first"))
     assert len(first.cells) == 4 and first.cells[-1].options["options"] == {"alpha": 0.1}
     output = run("study", path, out=tmp_path / "out", budget=1e-7, grid="first")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from fastkd.train.data import Encoder, read_file
+from fastkd.train.data import read_file
 from fastkd.train.errors import InputError
 from fastkd.train.fitting import is_on_policy
 from fastkd.train.generation import Draw, Generation, rouge_l
@@ -22,7 +22,6 @@ from fastkd.train.tasks.chat import TASK, prompts_of, write
 from tests.support.runs import losses_of, report_of
 from tests.support.tiny import run, usual
 from tests.train.tasks.through import (
-    TEMPLATE,
     encoded,
     killed_and_resumed,
     loss_of,
@@ -33,10 +32,6 @@ from tests.train.tasks.through import (
     through,
     write_chats,
     write_jsonl,
-)
-
-MARKS = TEMPLATE.replace(
-    "{{ m.content }} [SEP] ", "{% generation %}{{ m.content }} [SEP]{% endgeneration %} "
 )
 
 
@@ -75,17 +70,6 @@ def test_every_command_takes_it(tmp_path):
     assert report["student"]["rouge_l"] == pytest.approx(rouge_l(*pairs), abs=1e-12)
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKS])
-def test_only_answers_are_learned(tokenizer, tokens, template):
-    tokenizer.chat_template = template
-    (row,) = tokens([says("a film", "good", "so", "bad film", "is")])
-    words = tokenizer.convert_ids_to_tokens(row["input_ids"])
-    assert " ".join(words) == "[CLS] a film [MASK] good [SEP] [CLS] so [MASK] bad film [SEP]"
-    counted = [i for i, label in enumerate(row["labels"]) if label != -100]
-    assert counted == [4, 5, 9, 10, 11]
-    assert all(row["labels"][i] == row["input_ids"][i] for i in counted)
-
-
 def test_too_long_a_conversation_keeps_its_middle(tokenizer, tokens):
     for length, kept in (
         (12, "[CLS] a the film is [MASK] good fine nice bad poor [SEP]"),
@@ -114,16 +98,6 @@ def test_scores_are_those_of_the_answers(tokenizer, model, tokens):
     # A batch with longer prompts gives the same text as each prompt alone.
     texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
     assert [text for *_, text in answers] == texts
-
-
-def test_prompts_are_answered(tokenizer, tmp_path):
-    path = write_chats(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
-    rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
-    task, rows, *_ = TASK().prepare(rows, labelled=False)
-    one, other = Encoder(tokenizer, 16, task)(rows)
-    assert one == other and set(one["labels"]) == {-100}
-    words = tokenizer.convert_ids_to_tokens(one["input_ids"])
-    assert words == ["[CLS]", "a", "film", "[MASK]"]
 
 
 def test_other_tables_have_the_same_messages(teacher, tmp_path):

@@ -13,8 +13,8 @@ from fastkd.train.models import load_trained
 from fastkd.train.tasks.chat import TASK, _written, prompts_of
 from tests.support.runs import made
 from tests.support.tiny import run, usual
-from tests.train.tasks.test_chat import MARKS
 from tests.train.tasks.through import (
+    TEMPLATE,
     encoded,
     make_chat_teacher,
     rows_of,
@@ -64,6 +64,9 @@ CHANNELS = (
 )
 # Without a prompt of its own, and it changes answers.
 SHOUTS = "{% for m in messages %}{{ m.role }} {{ m.content | capitalize }} [SEP] {% endfor %}"
+MARKS = TEMPLATE.replace(
+    "{{ m.content }} [SEP] ", "{% generation %}{{ m.content }} [SEP]{% endgeneration %} "
+)
 SWITCHED = "{{ '[MASK] ' if enable_thinking else '' }}" + THINKS
 
 

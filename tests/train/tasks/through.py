@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastkd.train.arrow_rows import Encoded
 from fastkd.train.data import Encoder, read_file
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import Task, named
+from tests.support.draw import FIRST
 from tests.support.runs import crash, first_step, same_weights, stop_at
 from tests.support.tiny import STILL, WORDS, make_teacher, run, sentences
 
@@ -244,7 +246,7 @@ def through(
     The method is that of `--method auto`, the default.
     Teacher and rows are those of `TASKS`, drawn by the seeds 0 and 1, unless they are given. The
     same command finds it complete, `evaluate` prints the scores of the run, a cache of the
-    teacher teaches too, and a step passes `fastkd verify`.
+    teacher teaches too, and a step of a third of the tasks, drawn, passes `fastkd verify`.
     """
     options |= {"task": task, "batch_size": 8, "device": "cpu"}
     if "teacher" not in options:
@@ -277,7 +279,8 @@ def through(
     rows.pop("teacher_layers", None)  # the cache has the student
     first_step(**rows, teacher_cache=out / "cache")
     cached.pop("batch_size")
-    verified(**cached)
+    if zlib.crc32(task.encode()) % 3 == FIRST % 3:  # it takes as long as all else
+        verified(**cached)
     return report
 
 
