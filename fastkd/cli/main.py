@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -188,26 +188,74 @@ COMMANDS = {
 }
 
 
+@contextlib.contextmanager
+def errors_as_sentences(goes_on: str = "") -> Iterator[None]:
+    """Context that prints an error as one sentence on stderr; exit code 2 for bad input, else 1.
+
+    ``goes_on`` ends the sentence for an interrupted command.
+    """
+    try:
+        yield
+    except UsageError as error:
+        _fail(error.format_message(), 2)
+    except InputError as error:
+        _fail(str(error), 2)
+    except Interrupted as error:
+        _end(f"{error}{goes_on}", error.code)
+    except (RunFailed, MissingExtra) as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt as error:
+        message = f"Stopped; what was saved before is intact{goes_on}"
+        _end(message, getattr(error, "code", 130))
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
+    except Exception as error:
+        if not launched() or isinstance(error, (typer.Exit, typer.Abort)):
+            raise
+        from fastkd.train import processes
+
+        if processes.is_loss_of_others(error):
+            _fail(f"another process of this run has ended{goes_on}", 1)
+        if not processes.first_to_fail():
+            raise typer.Exit(1) from None
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    """End with an error in a sentence."""
+    _end(f"Error: {message}", code)
+
+
+def _end(message: str, code: int) -> None:
+    """End with a sentence on standard error, printed by one process."""
+    if launched():
+        from fastkd.train import processes
+
+        if not processes.first_to_fail():
+            raise typer.Exit(code)
+    typer.echo(" ".join(message.split()), err=True)
+    raise typer.Exit(code)
+
+
 class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
 
+    @errors_as_sentences()
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command with its options, which a listed command lacks; see `_register`."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and listed.callback(), rest
 
+    @errors_as_sentences()
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
-        with errors_as_sentences():
-            return super().make_context(info_name, args or ["--help"], *rest, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with errors_as_sentences(lambda: COMMANDS[ctx.invoked_subcommand].after_stop):
-            return super().invoke(ctx)
+        return super().make_context(info_name, args or ["--help"], *rest, **more)
 
 
 class UniqueOptionsCommand(typer.core.TyperCommand):  # type: ignore[misc]
     """Command that rejects an option given twice, instead of dropping one value."""
 
+    @errors_as_sentences()
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
@@ -238,56 +286,6 @@ def common(
     ] = False,
 ) -> None:
     """Distil language models into smaller ones with the losses of five papers and others."""
-
-
-@contextlib.contextmanager
-def errors_as_sentences(goes_on: Callable[[], str] = str) -> Iterator[None]:
-    """Context that prints an error as one sentence on stderr; exit code 2 for bad input, else 1.
-
-    ``goes_on`` returns the end of the sentence for an interrupted command.
-    """
-    try:
-        yield
-    except UsageError as error:
-        _fail(error.format_message(), 2)
-    except InputError as error:
-        _fail(str(error), 2)
-    except Interrupted as error:
-        _end(f"{error}{goes_on()}", error.code)
-    except (RunFailed, MissingExtra) as error:
-        _fail(str(error), 1)
-    except KeyboardInterrupt as error:
-        message = f"Stopped; what was saved before is intact{goes_on()}"
-        _end(message, getattr(error, "code", 130))
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
-    except Exception as error:
-        if not launched() or isinstance(error, (typer.Exit, typer.Abort)):
-            raise
-        from fastkd.train import processes
-
-        if processes.is_loss_of_others(error):
-            _fail(f"another process of this run has ended{goes_on()}", 1)
-        if not processes.first_to_fail():
-            raise typer.Exit(1) from None
-        raise
-
-
-def _fail(message: str, code: int) -> None:
-    """End with an error in a sentence."""
-    _end(f"Error: {message}", code)
-
-
-def _end(message: str, code: int) -> None:
-    """End with a sentence on standard error, printed by one process."""
-    if launched():
-        from fastkd.train import processes
-
-        if not processes.first_to_fail():
-            raise typer.Exit(code)
-    typer.echo(" ".join(message.split()), err=True)
-    raise typer.Exit(code)
 
 
 def imported(path: str) -> Any:
@@ -334,6 +332,7 @@ def _register(name: str, meta: Command) -> None:
 
     @functools.cache
     def build() -> Any:
+        @errors_as_sentences(meta.after_stop)
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
             given, cls = {}, imported(meta.options)
