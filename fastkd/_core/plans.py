@@ -397,8 +397,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=clear_plans)
 
 
-def planned(function: Public) -> Public:
-    """Decorate a loss, or a part of one: with metadata that were seen often it runs from a plan."""
+def planned(
+    function: Public, prepare: Callable[[dict[str, Any], Tensor], dict[str, Any]] | None = None
+) -> Public:
+    """Decorate a loss, or a part of one: with metadata that were seen often it runs from a plan.
+
+    ``prepare(options, first)`` returns the keyword arguments of a call with the ``first`` tensor.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -412,6 +417,7 @@ def planned(function: Public) -> Public:
             near, key, plan, varied = 0, None, None, None
             numbers: tuple[float, ...] = ()
             if first is not None and on_gpu(first) and not kwargs.get("gather"):
+                kwargs = kwargs if prepare is None else prepare(kwargs, first)
                 near = hash((function, first.shape)) % len(_sights)
                 if _sights[near] >= NEAR or _sight(near) >= NEAR:
                     key, tensors, numbers = _key((function, *kwargs), (*args, *kwargs.values()))

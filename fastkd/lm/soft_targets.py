@@ -30,7 +30,7 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.operator import operator
-from fastkd._core.plans import planned
+from fastkd._core.plans import Public, planned
 from fastkd.lm.divergences import DIVERGENCES, NAMES, Divergence, DivergenceWord
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import (
@@ -131,6 +131,19 @@ def _reduced_ref(
     return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
 
 
+def _planned(function: Public) -> Public:
+    """`planned`, with a 0-d tensor for a number as denominator, which would have its own plan."""
+
+    def prepare(options: dict[str, Any], student: Tensor) -> dict[str, Any]:
+        number, reduction = options.get("denominator"), options.get("reduction", "batchmean")
+        if not isinstance(number, (int, float)):
+            return options
+        return {**options, "denominator": _denominator(number, reduction, student)}
+
+    return planned(function, prepare)
+
+
+@_planned
 def soft_target_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | TopK,
@@ -202,42 +215,6 @@ def soft_target_loss(
     >>> round(loss.item(), 4)  # ¼·log(½) + ¾·log(3/2)
     0.1308
     """
-    # A number that changes from call to call would have a plan for each; a tensor has one.
-    is_number = isinstance(denominator, (int, float)) and isinstance(student_logits, Tensor)
-    if is_number and not values_readable(student_logits):
-        denominator = _denominator(denominator, reduction, student_logits)
-    return _soft_target_loss(
-        student_logits,
-        teacher_logits,
-        temperature=temperature,
-        divergence=divergence,
-        mask=mask,
-        reduction=reduction,
-        scale_by_t2=scale_by_t2,
-        denominator=denominator,
-        vocabulary=vocabulary,
-        unmatched=unmatched,
-        weights=weights,
-        backend=backend,
-    )
-
-
-@planned
-def _soft_target_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor | TopK,
-    *,
-    temperature: float,
-    divergence: DivergenceWord | Divergence,
-    mask: Tensor | None,
-    reduction: Reduction,
-    scale_by_t2: bool,
-    denominator: float | Tensor | None,
-    vocabulary: int | VocabularyMatch | None,
-    unmatched: Unmatched,
-    weights: Tensor | None,
-    backend: Backend,
-) -> Tensor:
     match, n = _match_or_number(vocabulary, unmatched)
     student_logits, teacher = _cut_logits(student_logits, teacher_logits, match, n)
     form, coefficient = _check_options(temperature, divergence, reduction)
