@@ -1,11 +1,14 @@
 """Base classes of the methods: weighted terms, the layers they compare, trainable modules."""
 
+import functools
 import inspect
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fastkd._core import check
@@ -14,7 +17,7 @@ from fastkd.distill.prediction_losses import (
     REGRESSION,
     PredictionOptions,
     head_loss,
-    soft_loss,
+    soft_sums,
     task_loss,
 )
 from fastkd.distill.step import Step
@@ -448,8 +451,18 @@ class WithSoftTargets(Method):
         return PredictionOptions(self.temperature, self.divergence, self.scale_by_t2)
 
     def soft(self, step: Step) -> Tensor:
-        """Divergence from the teacher's softened output, MSE for regression."""
-        return soft_loss(step, self.prediction_options)
+        """Divergence between softened output distributions, or MSE for regression.
+
+        Question answering: the mean over start and end, each a distribution over the real tokens.
+        Rerankers: a distribution over each list. Multi-label heads: the mean over the labels, each
+        a distribution over yes and no.
+        """
+        means, options = [], self.prediction_options
+        for places in zip(*(soft_sums(part, options) for part in step.parts()), strict=True):
+            sums, counts, tokens = zip(*places, strict=True)
+            total, count = (functools.reduce(operator.add, x) for x in (sums, counts))
+            means.append(step.mean(total, count, over_tokens=tokens[0]))
+        return means[0] if len(means) == 1 else torch.stack(means).mean()
 
 
 def _check_same_head(teacher: Model, student: Backbone, method: str) -> None:

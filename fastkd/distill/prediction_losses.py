@@ -271,23 +271,7 @@ def margin_loss(step: Step, by_labels: bool = False) -> Tensor:
     return step.mean(*lists.margins(student, lists.scores.nan_to_num()))
 
 
-def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
-    """Divergence between softened output distributions, or MSE for regression.
-
-    Question answering: the mean over start and end, each a distribution over the real tokens.
-    Rerankers: a distribution over each list. Multi-label heads: the mean over the labels, each a
-    distribution over yes and no.
-    """
-    parts = [_soft_sums(part, options) for part in step.parts()]
-    means = []
-    for places in zip(*parts, strict=True):
-        sums, counts, tokens = zip(*places, strict=True)
-        total, count = (functools.reduce(operator.add, x) for x in (sums, counts))
-        means.append(step.mean(total, count, over_tokens=tokens[0]))
-    return means[0] if len(means) == 1 else torch.stack(means).mean()
-
-
-def _soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any, bool]]:
+def soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any, bool]]:
     """Of each place that is predicted the sum, the number of items, and whether they are tokens."""
     student, top_k = logits_of(step, "student", "soft"), step.teacher.top_k
     teacher = student if top_k is not None else logits_of(step, "teacher", "soft")

@@ -15,7 +15,8 @@ from fastkd.distill import (
     TeacherCache,
     student_from_teacher,
 )
-from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
+from fastkd.distill.method import WithSoftTargets
+from fastkd.distill.prediction_losses import PredictionOptions
 from tests.distill import support
 from tests.support.compare import raises
 
@@ -168,7 +169,7 @@ def test_temperature_of_a_method_of_your_own(tmp_path):
             return {"soft": 1.0}
 
         def soft(self, step):
-            return soft_loss(step, self.prediction_options)
+            return WithSoftTargets.soft(self, step)
 
     teacher, student = models()
     live = Distiller(teacher, student, Own()).eval()
