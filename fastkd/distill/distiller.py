@@ -363,16 +363,14 @@ class Distiller(_Trained):
         self.counts_positions = self.student_model.per_token
         self._progress = None
         method.build(self.teachers.model, self.student_model)
+        device = next(student.parameters()).device
         for each, taught_by in self.teachers.pairs:
-            each.check(taught_by, self.student_model)
+            each.check(taught_by, self.student_model, device)
         self.reader = BatchReader(self.student_model, self.teachers, method)
         #: Whether language models' terms are computed from hidden states and heads, not logits.
         self.uses_lm_head = (
             method.uses_lm_head and not self.student_model.encoder_decoder and not keep_logits
         )
-        device = next(student.parameters()).device
-        for each, served in self.teachers.pairs:
-            each.serve(served, device)
         taught.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
         method.to(device=device, dtype=self.student_model.dtype)

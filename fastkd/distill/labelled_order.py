@@ -63,7 +63,7 @@ class LabelledOrder:
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Row numbers, batch after batch."""
-        order = self._random(rng)
+        order = self._with_repeats(rng) if self.batch_sizes else rng.permutation(self.rows)
         if self.lengths is None:
             return order
         for start in range(0, len(order), WINDOW * self.batch):
@@ -76,9 +76,8 @@ class LabelledOrder:
             rng.shuffle(rows[:full].reshape(-1, self.batch))
         return order
 
-    def _random(self, rng: np.random.Generator) -> np.ndarray:
-        if not self.batch_sizes:
-            return rng.permutation(len(self.labelled))
+    def _with_repeats(self, rng: np.random.Generator) -> np.ndarray:
+        """Rows in random order, with labelled rows repeated."""
         with_label, without = np.flatnonzero(self.labelled), np.flatnonzero(~self.labelled)
         needed = sum(drawn for _, drawn in self.batch_sizes)
         rounds = -(-needed // len(with_label))

@@ -191,11 +191,9 @@ class Teacher:
         #: The teachers that this one consists of.
         self.each: list[Teacher] = [self]
 
-    def check(self, method: Method, student: Backbone) -> None:
-        """Raise unless a built method can compare every model of this teacher."""
-
-    def serve(self, method: Method, device: torch.device) -> None:
-        """Raise unless this teacher has every output that a built method reads."""
+    def check(self, method: Method, student: Backbone, device: torch.device) -> None:
+        """Raise unless a built method can compare every model of this teacher with the student, and
+        read its outputs on ``device``."""
 
     def check_own_inputs(
         self, method: Method, per_token: bool, spans: bool, paired: bool = False
@@ -292,7 +290,7 @@ class SourceTeacher(Teacher):
         self.model: Any = copy.copy(source.model)  # each Distiller sets its own vocabulary
         self.live, self.each = [], [self]
 
-    def serve(self, method: Method, device: torch.device) -> None:
+    def check(self, method: Method, student: Backbone, device: torch.device) -> None:
         self.module.serve(method, device)
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
@@ -306,7 +304,7 @@ class SourceTeacher(Teacher):
 class CachedTeacher(SourceTeacher):
     """A teacher whose stored outputs are read."""
 
-    def serve(self, method: Method, device: torch.device) -> None:
+    def check(self, method: Method, student: Backbone, device: torch.device) -> None:
         self.module.to(device).serve(method)
         top, shared = self.module.about["top_k"], self.model.vocabulary
         if not top or not method.compares_logits(0.0, 1.0):
@@ -334,7 +332,7 @@ class RowTeacher(Teacher):
         self.live = [model for teacher in self.each for model in teacher.live]
         self.model = self.each[0].model
 
-    def check(self, method: Method, student: Backbone) -> None:
+    def check(self, method: Method, student: Backbone, device: torch.device) -> None:
         first, *others = (teacher.model for teacher in self.each)
         if method.merges_spans:
             raise ValueError(
@@ -354,10 +352,8 @@ class RowTeacher(Teacher):
                     f"({first.class_name}); use teachers of one size, or SoftTargets"
                 )
             method.check(model, student)
-
-    def serve(self, method: Method, device: torch.device) -> None:
         for teacher in self.each:
-            teacher.serve(method, device)
+            teacher.check(method, student, device)
 
     def check_own_inputs(self, method: Method, *flags: bool) -> None:
         for teacher in self.each:
