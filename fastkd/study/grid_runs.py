@@ -36,10 +36,10 @@ from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.config import MODELS, STAGES, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
-from fastkd.train.hub import file_of, is_served
+from fastkd.train.hub import file_of
 from fastkd.train.loading import finished_task
 from fastkd.train.models import check_depth, load
-from fastkd.train.options import as_paths, errors_with_file_keys, options_of
+from fastkd.train.options import as_paths, errors_with_file_keys, is_served, options_of
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import Display, Track, clock, format_scores

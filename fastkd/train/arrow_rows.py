@@ -148,7 +148,10 @@ class Rows:
         data = self.without_label().data
         kept = [name for name in data.column_names if name in other.data.column_names]
         parts = [rows.data.select_columns(kept) for rows in (self, other)]
-        return Rows(f"{self.source} and {other.source}", _library().concatenate_datasets(parts))
+        return Rows(
+            f"{self.source} and {other.source}",
+            require("datasets", "train").concatenate_datasets(parts),
+        )
 
 
 def _numbers(data: Any, name: str) -> np.ndarray | None:
@@ -190,7 +193,7 @@ def in_memory(
 ) -> Rows:
     """Rows from lists in memory."""
     columns = {"text": texts} if pairs is None else {"text": texts, "pair": pairs}
-    data = _library().Dataset.from_dict(
+    data = require("datasets", "train").Dataset.from_dict(
         {"number": list(range(1, len(texts) + 1)), **columns},
         features=_features(dict.fromkeys(columns, "large_string")),
     )
@@ -207,7 +210,7 @@ def stored(
 
     Each record has a ``number`` and these ``columns`` with their types.
     """
-    library = _library()
+    library = require("datasets", "train")
     code = map(file_fingerprint, sorted(Path(__file__).parent.glob("*.py")))
     parts = (*parts, *code, library.__version__)
     try:
@@ -227,7 +230,7 @@ def stored(
 
 def _features(columns: Mapping[str, Any]) -> Any:
     """`datasets` features of ``columns``; ``[type]`` stands for a list of that type."""
-    library = _library()
+    library = require("datasets", "train")
 
     def kind(named: Any) -> Any:
         if isinstance(named, list):
@@ -239,17 +242,11 @@ def _features(columns: Mapping[str, Any]) -> Any:
     return library.Features({n: kind(x) for n, x in {"number": "int64", **columns}.items()})
 
 
-def _library() -> Any:
-    library = require("datasets", "train")
-    library.disable_progress_bars()
-    return library
-
-
 @contextlib.contextmanager
 def writing(source: str) -> Iterator[None]:
     """Context that turns errors of the cache into one InputError."""
     arrow: Any = require("pyarrow", "train")
-    cache = _library().config.HF_DATASETS_CACHE
+    cache = require("datasets", "train").config.HF_DATASETS_CACHE
     try:
         yield
     except MissingExtra:
@@ -346,7 +343,7 @@ class Encoded(torch.utils.data.Dataset):
 
     def followed_by(self, other: "Encoded") -> "Encoded":
         """These rows and the ``other`` rows."""
-        join = _library().concatenate_datasets
+        join = require("datasets", "train").concatenate_datasets
         return Encoded(
             join([self.tokens, other.tokens]),
             join([self.evaluation_columns, other.evaluation_columns]),

@@ -26,7 +26,6 @@ from fastkd.train import lora, processes
 from fastkd.train.completions import stored_teacher
 from fastkd.train.config import SELECT, Config
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.hub import is_served, is_stored
 from fastkd.train.labels import by_names
 from fastkd.train.loading import Data, cached_config, collator, fresh_head, training_encoder
 from fastkd.train.lora import TRAINED
@@ -43,6 +42,7 @@ from fastkd.train.models import (
     load_weights,
     make_method,
 )
+from fastkd.train.options import is_served, is_stored
 from fastkd.train.progress import Display
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.saving import find_damage

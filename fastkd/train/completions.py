@@ -13,8 +13,8 @@ from fastkd.train.chat_template import runs_of
 from fastkd.train.config import Config
 from fastkd.train.conversations import LOGPROBS
 from fastkd.train.errors import InputError
-from fastkd.train.hub import COMPLETIONS
 from fastkd.train.loading import Data, training_encoder
+from fastkd.train.options import COMPLETIONS
 
 
 class Completions(TopKRows):

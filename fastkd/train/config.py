@@ -13,13 +13,17 @@ from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import Columns, check_columns, settle_columns
 from fastkd.train.glue import GLUE_TASKS, Glue
-from fastkd.train.hub import COMPLETIONS, check_place, has_no_weights, is_served, is_stored
 from fastkd.train.options import (
+    COMPLETIONS,
     Checked,
     as_paths,
+    check_place,
     check_types,
     data_option,
     file_keys,
+    has_no_weights,
+    is_served,
+    is_stored,
     method_option,
     model_option,
     option,
@@ -479,11 +483,6 @@ class Config(DataOptions):
         if command == "distill":
             check_training(config)
         return config
-
-    @property
-    def columns(self) -> Columns:
-        """The given columns; with --teachers also the column of each row's teacher."""
-        return replace(super().columns, teacher=self.teacher_column if self.teachers else None)
 
     @property
     def passed(self) -> Mapping[str, Any]:

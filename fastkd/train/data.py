@@ -193,14 +193,16 @@ def load(config: Config, finished: Task | None = None) -> Corpus:
             "part; give a smaller --batch-size"
         )
 
+    columns = replace(config.columns, teacher=config.teacher_column if config.teachers else None)
+
     def read(path: Path, option: str, labelled: bool = True) -> Rows:
-        columns = file_columns(config.columns, glue, path, kind, labelled)
-        return read_file(path, columns, option, task=kind)
+        found = file_columns(columns, glue, path, kind, labelled)
+        return read_file(path, found, option, task=kind)
 
     if config.train is None and config.unlabelled is not None and config.evals is not None:
         return _of_text_alone(config, finished, read)
     if config.train is None and config.evals is None:
-        train, evals = _read_splits(config, kind, glue)
+        train, evals = _read_splits(config, kind, columns)
     elif config.evals is None:
         raise InputError("--eval is missing: name the file to evaluate on")
     elif config.train is None:
@@ -318,18 +320,16 @@ def check_unlabelled(task: Task, option: str = "--unlabelled") -> None:
         )
 
 
-def _read_splits(
-    config: Config, kind: type[Task], glue: Glue | None
-) -> tuple[Rows, dict[str, Rows]]:
+def _read_splits(config: Config, kind: type[Task], named: Columns) -> tuple[Rows, dict[str, Rows]]:
     """Training and evaluation splits of a GLUE task, or of any data set on the hub."""
     dataset, name, columns, option = config.data, config.data_config, kind.columns, "--data"
     eval_splits: tuple[str, ...] = ("validation",)
-    if glue is not None:
+    if (glue := config.glue) is not None:
         dataset, name, option = HUB, config.glue_name, "--task"
         eval_splits, columns = glue.eval_splits, glue.hub
     if config.eval_split is not None:
         eval_splits = (config.eval_split,)
-    columns = config.columns.over(columns)
+    columns = named.over(columns)
     assert dataset is not None
     train = read_hub(dataset, name, config.train_split, columns, option, kind)
     evals: dict[str, Rows] = {}

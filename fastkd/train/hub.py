@@ -13,42 +13,6 @@ from fastkd.train.errors import InputError, first_line
 
 # The hub's own clients retry for half a minute and more.
 SECONDS = 3.0
-# --teacher whose log-probabilities are in the answers of --train.
-COMPLETIONS = "completions"
-
-
-def is_served(teacher: str | None) -> bool:
-    """Whether --teacher is the URL of a server."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))
-
-
-def is_stored(teacher: str | None) -> bool:
-    """Whether --teacher is stored log-probabilities: in a directory of files, or in the rows."""
-    if teacher is None or is_served(teacher):
-        return False
-    folder = Path(teacher).expanduser()
-    if not folder.exists():
-        return teacher == COMPLETIONS
-    known = any((folder / name).exists() for name in ("config.json", "teacher.json"))
-    return not known and any(map(any, (folder.glob("*.safetensors"), folder.glob("*.parquet"))))
-
-
-def has_no_weights(teacher: str | None) -> bool:
-    """Whether --teacher is known by its log-probabilities only."""
-    return is_served(teacher) or is_stored(teacher)
-
-
-def check_place(option: str, name: str) -> None:
-    """Raise if the model ``name``, given as ``option``, is a path that holds no model."""
-    local = Path(name).expanduser()
-    if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise InputError(f"{option} {name}: no such directory")
-    if local.is_file():
-        raise InputError(
-            f"{option} {name}: this is a file; give the directory that holds the model"
-        )
-    if not (local / "config.json").exists() and (local / "student/config.json").exists():
-        raise InputError(f"{option} {name}: it holds no model; did you mean {local / 'student'}?")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fastkd._core.extras import MissingExtra
+from fastkd._core.extras import MissingExtra, require
 from fastkd.distill.baselines import BASELINES
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.models.inputs import reads_last_token, reads_whole_rows
@@ -21,7 +21,8 @@ from fastkd.train import tasks
 from fastkd.train.config import AUTO, MAX_LENGTH, NAMES, Config
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.generation import Generation
-from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_not
+from fastkd.train.hub import file_of, hub_answers, why_not
+from fastkd.train.options import check_place, is_served
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import Corpus, Task
@@ -276,9 +277,10 @@ def headless(task: Task | type[Task]) -> bool:
 
 
 def be_quiet() -> None:
-    """Silence transformers; fastkd has a display of its own."""
+    """Silence transformers and datasets; fastkd has a display of its own."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    require("datasets", "train").disable_progress_bars()
 
 
 def check_depth(option: str, wanted: int, depth: int) -> None:
@@ -415,17 +417,15 @@ METHODS = {
 }
 
 
-def kind_of(task: Task | type[Task]) -> str | None:
-    """The kind in `METHODS` of a task; for a user's own the one it derives from, or its head's."""
-    kind = task if isinstance(task, type) else type(task)
-    bases = [base for base in kind.__mro__ if issubclass(base, Task) and base is not Task]
-    alike = [other for other in map(tasks.named, METHODS) if other.head == kind.head]
-    return next((x.name() for x in (*bases, *alike) if x.name() in METHODS), None)
-
-
 def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
-    """The method for ``task``; ``own_tokens``: the tokenizer is the student's own."""
-    kind = kind_of(task)
+    """The method for ``task``; for a user's own that of the kind it derives from, or of its head's.
+
+    ``own_tokens``: the tokenizer is the student's own.
+    """
+    own = task if isinstance(task, type) else type(task)
+    bases = [base for base in own.__mro__ if issubclass(base, Task) and base is not Task]
+    alike = [other for other in map(tasks.named, METHODS) if other.head == own.head]
+    kind = next((x.name() for x in (*bases, *alike) if x.name() in METHODS), None)
     if kind is None:
         return Choice("soft_targets", f"--task {task.name()} is of no kind that was studied")
     found, why = METHODS[kind]

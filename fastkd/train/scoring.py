@@ -152,7 +152,8 @@ def score(task: Task, metrics: Sequence[str], answers: Any, examples: Encoded) -
     """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
     if not finite(answers):
         return dict.fromkeys(metrics, math.nan)
-    found = task.agreement(metrics, answers, examples)
+    compared = not task.teacher_metrics.isdisjoint(metrics)
+    found = task.agreement(answers, examples) if compared else {}
     rest = [name for name in metrics if name not in found]
     if rest:
         found |= task.scores(rest, answers, examples)

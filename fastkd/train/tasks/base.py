@@ -200,10 +200,11 @@ class Task:
             return module.replace("_", "-")
         return f"{cls.__module__}:{cls.__qualname__}"
 
-    @classmethod
-    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
-        """``columns`` as a first ``record`` has them; raises where one is missing."""
-        return settle_columns(columns, record, source)
+    #: A function of columns, a first record and its source: the columns as the record has them;
+    #: raises where one is missing.
+    resolve_columns: ClassVar[Callable[[Columns, dict[str, Any], str], Columns]] = staticmethod(
+        settle_columns
+    )
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
@@ -368,12 +369,8 @@ class Task:
         """The given metrics but `agreement`'s, and perhaps others, by name, of finite answers."""
         raise NotImplementedError
 
-    def agreement(
-        self, metrics: Sequence[str], answers: Any, examples: Encoded
-    ) -> dict[str, float]:
-        """The metric `AGREEMENT`, if it is one of ``metrics``: of decisions with the teacher's."""
-        if AGREEMENT not in metrics:
-            return {}
+    def agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
+        """The `teacher_metrics`: here the agreement of decisions with the teacher's."""
         theirs = examples.teacher_answers
         if theirs is None:
             raise InputError(f"{AGREEMENT} compares with the teacher, and there is none")

@@ -138,7 +138,7 @@ class Classification(ClassTask):
             return p / p.sum()
 
         rest, notes = None, []
-        if not any(map(_is_no_label, self.classes)):
+        if UNLABELLED not in map(as_number, self.classes):
             total = len(rows)
             rows, rest = split_unlabelled(rows)
             if rest is not None:
@@ -211,7 +211,7 @@ class Classification(ClassTask):
                 )
             return self.read_labels(rows, names=given)
         class_of = classes_by_name(names)
-        labels = [label for label in rows.raw_labels[0] if not _is_no_label(label)]
+        labels = [label for label in rows.raw_labels[0] if as_number(label) != UNLABELLED]
         named = whole_numbers(names) or any(class_of(label) is not None for label in labels)
         if named or not whole_numbers(labels):
             return self.read_labels(rows)
@@ -274,7 +274,7 @@ def _check_present(label: str) -> None:
 def split_unlabelled(rows: Rows) -> tuple[Rows, Rows | None]:
     """Rows with a class, and rows with label -100, which have none."""
     labels, which = rows.raw_labels
-    empty = np.array([_is_no_label(label) for label in labels])[which]
+    empty = np.array([as_number(label) == UNLABELLED for label in labels])[which]
     if not empty.any():
         return rows, None
     if empty.all():
@@ -282,16 +282,12 @@ def split_unlabelled(rows: Rows) -> tuple[Rows, Rows | None]:
     return rows.select(np.flatnonzero(~empty).tolist()), rows.select(np.flatnonzero(empty).tolist())
 
 
-def _is_no_label(label: str) -> bool:
-    return as_number(label) == UNLABELLED
-
-
 def row_classes(rows: Rows, glue: Glue | None = None) -> list[int] | None:
     """Class ids of rows as read from the source; None if the labels are real numbers."""
     if is_regression(rows) if glue is None else glue.regression:
         return None
     labels, which = rows.raw_labels
-    ids = [UNLABELLED if _is_no_label(label) else i for i, label in enumerate(labels)]
+    ids = [UNLABELLED if as_number(x) == UNLABELLED else i for i, x in enumerate(labels)]
     return np.array(ids)[which].tolist()
 
 

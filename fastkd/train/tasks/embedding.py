@@ -256,11 +256,7 @@ class Embedding(Task):
         scores = evaluator.compute_all_metrics(model)["cosine"]
         return {name: float(scores[name.replace("@10", "@k")][10]) for name in RANKED}
 
-    def agreement(
-        self, metrics: Sequence[str], answers: Any, examples: Encoded
-    ) -> dict[str, float]:
-        if self.teacher_metrics.isdisjoint(metrics):
-            return {}
+    def agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
         if len(answers) <= NEIGHBOURS + 1:
             raise InputError(
                 f"{examples.rows.source}: {len(answers)} texts, and {', '.join(AGREEMENT)} need at "

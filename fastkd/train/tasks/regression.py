@@ -47,15 +47,11 @@ class Regression(Task):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return number_scores(answers[:, 0], examples.labels)
 
-    def agreement(
-        self, metrics: Sequence[str], answers: Any, examples: Encoded
-    ) -> dict[str, float]:
+    def agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
         """The correlation with the teacher's numbers."""
-        found = super().agreement(metrics, answers, examples)
-        if found:
-            numbers = number_scores(answers[:, 0], examples.teacher_answers[:, 0])
-            found[AGREEMENT] = numbers["pearson"]
-        return found
+        super().agreement(answers, examples)  # raises without a teacher
+        numbers = number_scores(answers[:, 0], examples.teacher_answers[:, 0])
+        return {AGREEMENT: numbers["pearson"]}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         if np.isnan(examples.labels).any():  # rows without labels
