@@ -103,10 +103,7 @@ def run_distillation(
         # Of a resumed run a part was trained before.
         before = max(0.0, history[-1]["seconds"] - (time.perf_counter() - began))
         report |= judge_best(run, models, report.get("teachers", {}), warnings, measure)
-        report = finish(run, models, report, history)
-        report["seconds"]["total"] = before + time.perf_counter() - started
-        publish(run, report)
-    return report
+        return publish(run, models, report, history, started - before)
 
 
 @contextlib.contextmanager
@@ -150,8 +147,7 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
     size = models.student.get_memory_footprint(return_buffers=False)
     teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
     processes.on_first_process(lambda: out.check_room(teacher, size))
-    out.begin(_inputs(run, models, tuned))
-    out.once("method", lambda: config.method)
+    out.begin(_inputs(run, models, tuned), config.method)
     counts = ", ".join(f"{number} {name} rows" for name, number in run.sets.counts().items())
     display.say(f"{counts}, device {computation.device.type}")
     if max(world_size(), out.processes) > 1:
@@ -425,8 +421,14 @@ def judge_best(
     return {**found, "seconds_a_batch": processes.on_first_process(seconds)}
 
 
-def finish(run: Run, models: Models, report: dict[str, Any], history: list[dict]) -> dict[str, Any]:
-    """The whole report of a run, with the scores in the manifest of the saved student."""
+def publish(
+    run: Run, models: Models, report: dict[str, Any], history: list[dict], started: float
+) -> dict[str, Any]:
+    """Complete report and directory of the student, and move the results to --out.
+
+    Returns the whole report, with the scores in the manifest of the saved student. The run
+    ``started`` at this time of the clock, less the time of its parts before a resumption.
+    """
     out = run.out
     assert out is not None
     if reading := getattr(models.teacher, "reading", ""):
@@ -434,21 +436,18 @@ def finish(run: Run, models: Models, report: dict[str, Any], history: list[dict]
     if servers := servers_of(models.teacher):
         report["served_teacher"] = ", ".join(x.throughput() for x in servers)
         run.display.say(report["served_teacher"])
-    return {
+    report = {
         # The first process reads it, before it moves the directory.
         **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
         **report,
         "compared_layers": models.distiller.method.teacher_layers,
         "complete": True,
         "history": history,
-        "seconds": {"training": history[-1]["seconds"]},
+        "seconds": {
+            "training": history[-1]["seconds"],
+            "total": time.perf_counter() - started,
+        },
     }
-
-
-def publish(run: Run, report: dict[str, Any]) -> None:
-    """Complete the student's directory and move the results to --out."""
-    out = run.out
-    assert out is not None
 
     def complete() -> None:
         with saving(run.config.out):
@@ -459,6 +458,7 @@ def publish(run: Run, report: dict[str, Any]) -> None:
     processes.on_first_process(complete)
     out.report_moved_files(run.display)
     run.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
+    return report
 
 
 def check_resume(config: Config) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -295,29 +295,15 @@ def fit(
     processes.on_first_process(lambda: _clear_damage(run, target, checkpoints))
     if not config.shard:
         distiller.to(computation.device)
-    size, share = computation.batch_size, config.labelled_share
-    # Without numbers, the first part of the rows is labelled.
-    labels = rows.labels
-    labelled = np.arange(len(rows)) < rows.ends[0] if labels is None else has_label(labels)
-    grouped = config.passed.get("train_sampling_strategy") == GROUPED
-    order = LabelledOrder(labelled, size, share, rows.lengths if grouped else None)
-    _, in_epoch = steps_of(config, size, order.rows)
-    unread = np.zeros(run.data.unread if is_student else 0, bool)
-    everything = LabelledOrder(np.concatenate([labelled, unread]), size, share)
-    between = in_epoch * max(1, round(steps_of(config, size, everything.rows)[1] / in_epoch))
-
-    def save_best(entry: dict[str, Any], history: list[dict]) -> None:
-        found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
-        manifest, data = {**out.manifest, **report, **found}, run.data
-        student: Any = distiller.student
-        whole = sharding.whole(student) if config.shard else student
-        processes.on_first_process(
-            lambda: save_model(target, whole, data.tokenizer, manifest, data.task)
-        )
-
+    order, in_epoch, between = _epoch_of(run, rows, run.data.unread if is_student else 0)
     title = config.method if is_student else target.name
-    callback = TrainingCallback(run, distiller, title, between, checkpoints, save_best, measure)
+    callback = TrainingCallback(
+        run, distiller, target, title, between, checkpoints, report, measure
+    )
     generated, collate = run.data.task.generated, run.sets.collate
+    last = None
+    if config.resume:
+        last = processes.on_first_process(lambda: checkpoints.newest(run.display.say))
     # Trackers read their directory when the trainer is made.
     with receiving_signals(callback.request_stop), logging_to(config.out / "logs" / target.name):
         trainer = (ShardedTrainer if config.shard else StepTrainer)(
@@ -336,14 +322,41 @@ def fit(
         trainer.add_callback(callback)  # after the method has prepared itself
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
+        # Dropout differs between the processes.
+        set_seed((config.seed + processes.rank()) % 2**32)
         try:
-            _train(run, trainer, checkpoints)
+            if last is not None and (ended := ended_state(last)) is not None:
+                trainer.state = ended
+                trainer._load_from_checkpoint(str(last))
+            else:
+                trainer.train(resume_from_checkpoint=None if last is None else str(last))
             callback.sync_signals()
+        except SourceError as error:
+            raise TrainingFailed(str(error)) from error
         finally:
             callback.track.stop()
     if callback.signum is not None:  # received in the last step
         raise Interrupted(trainer.state.global_step, callback.signum)
     return history_of(trainer.state.log_history)
+
+
+def _epoch_of(run: Run, rows: Encoded, unread: int) -> tuple[LabelledOrder, int, int]:
+    """Order of an epoch's ``rows``, its number of steps, and the steps between two evaluations.
+
+    A method that reads the ``unread`` rows too would have them in its epochs.
+    """
+    config, size = run.config, run.computation.batch_size
+    # Without numbers, the first part of the rows is labelled.
+    labels = rows.labels
+    labelled = np.arange(len(rows)) < rows.ends[0] if labels is None else has_label(labels)
+    grouped = config.passed.get("train_sampling_strategy") == GROUPED
+    lengths = rows.lengths if grouped else None
+    order = LabelledOrder(labelled, size, config.labelled_share, lengths)
+    _, in_epoch = steps_of(config, size, order.rows)
+    everything = np.concatenate([labelled, np.zeros(unread, bool)])
+    longer = LabelledOrder(everything, size, config.labelled_share).rows
+    between = in_epoch * max(1, round(steps_of(config, size, longer)[1] / in_epoch))
+    return order, in_epoch, between
 
 
 def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
@@ -353,24 +366,6 @@ def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
         run.display.say(f"{target} is damaged ({why}); its training starts again")
         discard(target)
         checkpoints.clear()
-
-
-def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
-    """Run a trainer from the last checkpoint, if there is one to resume from."""
-    last = None
-    if run.config.resume:
-        last = processes.on_first_process(lambda: checkpoints.newest(run.display.say))
-    # Dropout differs between the processes.
-    set_seed((run.config.seed + processes.rank()) % 2**32)
-    ended = ended_state(last) if last else None
-    if ended is not None:
-        trainer.state = ended
-        trainer._load_from_checkpoint(str(last))
-        return
-    try:
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
-    except SourceError as error:
-        raise TrainingFailed(str(error)) from error
 
 
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
@@ -399,22 +394,23 @@ def save_model(
         task.save(directory, model.config)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
     The student is scored every ``steps_between`` steps (whole epochs) and after the last step, and
-    a line is printed. ``save_best(entry, history)`` is called after the best evaluation so far; a
+    a line is printed. After the best evaluation so far it is saved to ``target`` with ``report``; a
     head that no step has trained yet is never the best. The evaluations are stored in the trainer's
     own log, so that a resumed run has them.
     """
 
     run: Run
     distiller: Distiller
+    target: Path
     title: str
     steps_between: int
     checkpoints: Checkpoints
-    save_best: Callable[[dict[str, Any], list[dict]], None]
+    report: Mapping[str, Any]
     measure: Callable[[Run, Any], Mapping[str, Any]] | None = None
     #: Signal that this process received, and that any process did.
     received: int | None = None
@@ -429,6 +425,17 @@ class TrainingCallback(TrainerCallback):
         self.received = signum
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
         self.run.display.say(f"stopping after this step{again}")
+
+    def save_best(self, entry: dict[str, Any], history: list[dict]) -> None:
+        """Save the student with its report."""
+        run, student = self.run, cast(Any, self.distiller.student)
+        assert run.out is not None
+        found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
+        manifest = {**run.out.manifest, **self.report, **found}
+        whole = sharding.whole(student) if run.config.shard else student
+        processes.on_first_process(
+            lambda: save_model(self.target, whole, run.data.tokenizer, manifest, run.data.task)
+        )
 
     @property
     def remedy(self) -> str:

@@ -18,7 +18,6 @@ from fastkd.train.config import MAX_LENGTH, Config
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
-from fastkd.train.hub import has_no_weights
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
@@ -27,7 +26,7 @@ from fastkd.train.models import (
     load_tokenizers,
     tokenizer_of,
 )
-from fastkd.train.options import as_json, set_flags
+from fastkd.train.options import as_json, has_no_weights, set_flags
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
 from fastkd.train.row_teachers import ByRowCollator, teachers_of
@@ -174,12 +173,13 @@ def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
         known = fitting and (not isinstance(task, ClassTask) or _has_head(model, type(task)))
         head = type(task).of(model) if known else None
         corpus = task.match(corpus, head, config.label_order, who, fresh)
-        if order not in (None, corpus.names):
+        names = corpus.task.names
+        if order not in (None, names):
             raise InputError(
-                f"{who}: its classes are {', '.join(corpus.names or [])}, those of the first "
+                f"{who}: its classes are {', '.join(names or [])}, those of the first "
                 f"{', '.join(order or [])}; all heads need one order"
             )
-        order = corpus.names
+        order = names
     return corpus
 
 

@@ -141,6 +141,8 @@ class RunDirectory:
             self._check_settings()
         else:
             self._refuse_or_clear()
+        #: Number of processes the run was started with, each with --batch-size rows of a step.
+        self.processes = self.manifest.get("processes", 1) if self.manifest else world_size()
 
     def _read_manifest(self) -> dict[str, Any]:
         link = self.work.is_symlink()
@@ -213,8 +215,9 @@ class RunDirectory:
             self._clear()
             self.manifest = {}
 
-    def begin(self, inputs: dict[str, Any]) -> None:
-        """Start a run with these ``inputs``, or check that the run to resume has the same.
+    def begin(self, inputs: dict[str, Any], method: str = "") -> None:
+        """Start a run of ``method`` with these ``inputs``, or check that the run to resume has the
+        same inputs.
 
         All processes call this method. An input that no longer exists, such as a teacher that has
         since been fine-tuned, is left out.
@@ -233,15 +236,16 @@ class RunDirectory:
                     "put them back, or give another --out"
                 )
         if not self.manifest and not self.done:
-            self.manifest = processes.on_first_process(lambda: self._begin_manifest(prints))
+            new = {
+                "run": secrets.token_hex(8),
+                "processes": world_size(),
+                "settings": self.saved,
+                "fingerprints": prints,
+                "method": method,
+            }
+            self.manifest = processes.on_first_process(lambda: self._write(new))
 
-    def _begin_manifest(self, prints: dict[str, str]) -> dict[str, Any]:
-        manifest = {
-            "run": secrets.token_hex(8),
-            "processes": world_size(),
-            "settings": self.saved,
-            "fingerprints": prints,
-        }
+    def _write(self, manifest: dict[str, Any]) -> dict[str, Any]:
         with saving(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
             write_json(self.work / MANIFEST, manifest)
@@ -250,15 +254,9 @@ class RunDirectory:
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """``make()``, stored in the manifest for a resumed run; all processes call this method."""
         if name not in self.manifest:
-            self.manifest[name] = make()
-            with saving(self.work):
-                processes.on_first_process(lambda: write_json(self.work / MANIFEST, self.manifest))
+            more = {**self.manifest, name: make()}
+            self.manifest = processes.on_first_process(lambda: self._write(more))
         return self.manifest[name]
-
-    @property
-    def processes(self) -> int:
-        """Number of processes the run was started with, each with --batch-size rows of a step."""
-        return self.manifest.get("processes", 1) if self.manifest else world_size()
 
     def check_room(self, teacher: int, student: int) -> None:
         """Raise if the disk lacks room for models of this size in bytes; 0: not trained."""

@@ -200,11 +200,10 @@ class Task:
             return module.replace("_", "-")
         return f"{cls.__module__}:{cls.__qualname__}"
 
-    #: A function of columns, a first record and its source: the columns as the record has them;
-    #: raises where one is missing.
-    resolve_columns: ClassVar[Callable[[Columns, dict[str, Any], str], Columns]] = staticmethod(
-        settle_columns
-    )
+    @classmethod
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+        """``columns`` as a first ``record`` has them; raises where one is missing."""
+        return settle_columns(columns, record, source)
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
