@@ -145,7 +145,7 @@ def load_models(
 
 def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
     """Teacher layers that `fastkd distill` made the student of, and its changed sizes."""
-    about = read_manifest(Path(student).expanduser()) or {}
+    about = read_manifest(Path(student).expanduser())
     layers = about.get("teacher_layers")
     return layers and (layers, about.get("settings", {}).get("student_config", {}))
 

@@ -37,7 +37,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.processes import choose_device
-from fastkd.train.saving import MANIFEST, locked, move_directory, read_json, write_json
+from fastkd.train.saving import locked, move_directory, read_manifest, write_json
 from fastkd.train.scoring import Trained, seconds_a_batch
 
 LABELS_ONLY = "labels"
@@ -153,7 +153,7 @@ def _report(runs: GridRuns, size: Size) -> dict[str, Any]:
     found = best_cells(runs)
     (summary,) = summarize(runs.grid, found)
     example = summary.example
-    trained = read_json(Path(example["options"]["teacher"]) / MANIFEST)
+    trained = read_manifest(Path(example["options"]["teacher"]))
     rows, seed = {row.variant: row for row in summary.rows}, runs.grid.seeds[0]
     return {
         "fastkd": fastkd.__version__,

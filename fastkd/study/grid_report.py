@@ -91,7 +91,7 @@ def claim(out: Path) -> None:
     Raises:
         InputError: a file of the report exists that fastkd did not write.
     """
-    manifest = read_manifest(out) or {}
+    manifest = read_manifest(out)
     others = (MANIFEST,) if (out / MANIFEST).exists() and "study" not in manifest else FILES
     for name in others:
         if (out / name).exists() and name not in manifest.get("study", ()):

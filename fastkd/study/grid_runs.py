@@ -219,12 +219,6 @@ class GridRuns:
             found |= {"seconds_a_batch": seconds, "speedup": faster}
         return found
 
-    @property
-    def _at_evaluations(self) -> Callable[..., dict[str, float]] | None:
-        """M_ICS in studies with intra-class KNN."""
-        of_knn = any(cell.options["method"] == "knn" for cell in self.cells)
-        return intra_class if of_knn else None
-
     @staticmethod
     def _stages(options: Mapping[str, Any], folder: Path, resume: bool) -> list[stages.Stage]:
         """The stages of a run, below ``folder``."""
@@ -322,10 +316,10 @@ class GridRuns:
                 if before:
                     reports.append(stages.run_stage(stage, display, self._measured, cache))
                 else:
-                    run = distillation.run_distillation
-                    reports.append(
-                        run(config, display, self._measured, cache, self._at_evaluations)
-                    )
+                    # M_ICS is of studies with intra-class KNN.
+                    knn = any(each.options["method"] == "knn" for each in self.cells)
+                    measures = self._measured, cache, intra_class if knn else None
+                    reports.append(distillation.run_distillation(config, display, *measures))
         except TrainingFailed as error:
             return {**about, "failed": str(error)}
         finally:

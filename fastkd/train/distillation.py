@@ -47,7 +47,7 @@ from fastkd.train.run_directory import (
     is_complete,
     rows_of,
 )
-from fastkd.train.saving import MANIFEST, locked, read_json, saving, update_manifest
+from fastkd.train.saving import locked, read_manifest, saving, update_manifest
 from fastkd.train.scoring import (
     Judged,
     Run,
@@ -263,7 +263,7 @@ def finetune_teacher(run: Run, models: Models) -> Models:
             teacher.to(device)
 
         def complete() -> None:
-            report = {**read_json(target / MANIFEST), "complete": True, "history": history}
+            report = {**read_manifest(target), "complete": True, "history": history}
             with saving(target):
                 update_manifest(target, report)
                 Checkpoints(out.work / CHECKPOINTS["teacher"]).clear()
@@ -438,7 +438,7 @@ def publish(
         run.display.say(report["served_teacher"])
     report = {
         # The first process reads it, before it moves the directory.
-        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
+        **processes.on_first_process(lambda: read_manifest(out.student)),
         **report,
         "compared_layers": models.distiller.method.teacher_layers,
         "complete": True,

@@ -1,6 +1,7 @@
 """What a training reads: rows with their task, tokenizers, and the order of the classes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +108,13 @@ def load_data(config: Config, display: Display) -> Data:
         corpus = dataclasses.replace(corpus, task=task)
     cached: Mapping[str, Any] = {}
     names: tuple[str, ...] = ()
-    teachers, max_length = None, config.max_length
+    teachers, max_length, remote = None, config.max_length, config.trust_remote_code
     if config.teacher_cache is not None:
-        cached = cache_report(config, config.teacher_cache)
-        tokenizer, teachers = _cached_tokenizers(config, config.teacher_cache)
+        folder = config.teacher_cache
+        cached = cache_report(config, folder)
+        read = functools.partial(tokenizer_of, "--teacher-cache", remote_code=remote)
+        tokenizer, theirs = read(str(folder / STUDENT)), folder / TEACHERS_TOKENIZER
+        teachers = read(str(theirs)) if theirs.is_dir() else None
         if max_length == MAX_LENGTH:
             max_length = cached["settings"]["max_length"]
     elif config.teachers is not None:
@@ -211,7 +215,7 @@ def cached_config(config: Config, folder: Path) -> Any:
 def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
     """The report of a cache; raises if an option of the student has another value than there."""
     option, about = "--teacher-cache", read_manifest(folder)
-    if not (folder / STUDENT).is_dir() or about is None:
+    if not (folder / STUDENT).is_dir() or not about:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     again = as_json(config)
     for flag in set_flags(config, *MAKES[1:]):
@@ -223,14 +227,6 @@ def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
                 f"{again[name]}; leave {flag} out, or write another cache"
             )
     return about
-
-
-def _cached_tokenizers(config: Config, folder: Path) -> tuple[Any, Any]:
-    """The student's tokenizer in a cache, and the teacher's if it differs, else None."""
-    option, remote = "--teacher-cache", config.trust_remote_code
-    student = tokenizer_of(option, str(folder / STUDENT), remote)
-    theirs = folder / TEACHERS_TOKENIZER
-    return student, tokenizer_of(option, str(theirs), remote) if theirs.is_dir() else None
 
 
 def encode(config: Config, data: Data, max_length: int) -> Sets:

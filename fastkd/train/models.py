@@ -227,7 +227,7 @@ def load_trained(
     """A trained model given as --model, its tokenizer and its task."""
     tokenizer = tokenizer_of("--model", name, remote_code)
     config = load("--model", name, AutoConfig, remote_code)
-    report = read_manifest(Path(name).expanduser()) or {}
+    report = read_manifest(Path(name).expanduser())
     trained = report.get("task")
     trained = trained if isinstance(trained, str) else None
     kind = tasks.of_model(f"--model {name}", tasks.kind_of(task), trained, config)

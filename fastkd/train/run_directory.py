@@ -34,7 +34,6 @@ from fastkd.train.saving import (
     find_damage,
     free_bytes,
     move_directory,
-    read_json,
     read_manifest,
     recover_directory,
     saving,
@@ -73,7 +72,7 @@ class Checkpoints:
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
             why = find_damage(path)
-            if why is None and read_json(path / MANIFEST).get("run") != self.run:
+            if why is None and read_manifest(path).get("run") != self.run:
                 why = "it belongs to another run"
             if why is None and not (path / METHOD_FILE).exists():
                 why = "an older fastkd wrote it"
@@ -299,15 +298,14 @@ def size_text(count: int) -> str:
 
 def _run_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a run of `fastkd distill` in ``directory``; empty if there is none."""
-    found = read_manifest(directory) or {}
+    found = read_manifest(directory)
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else {}
 
 
 def is_complete(directory: Path) -> bool:
     """Whether ``directory`` holds a complete, intact model."""
-    report = read_manifest(directory)
-    return bool(report and report.get("complete")) and find_damage(directory) is None
+    return bool(read_manifest(directory).get("complete")) and find_damage(directory) is None
 
 
 def rows_of(corpus: Corpus) -> dict[str, Any]:
@@ -328,7 +326,7 @@ def fingerprint_of(value: Any) -> str:
     if isinstance(value, list):
         return fingerprint(fingerprint_of(part).encode() for part in value)
     if isinstance(value, TeacherCache):
-        student = (read_manifest(value.path / STUDENT) or {}).get("files")
+        student = read_manifest(value.path / STUDENT).get("files")
         return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
     if isinstance(value, RowSource):
         return fingerprint([json.dumps(value.configuration()).encode()])

@@ -121,18 +121,18 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
 
 def update_manifest(directory: Path, content: dict[str, Any], *written: str) -> None:
     """Replace the content of the manifest; ``written`` names new or changed files."""
-    files = read_json(directory / MANIFEST)["files"]
+    files = read_manifest(directory)["files"]
     files.update({name: _digest(directory / name) for name in written})
     write_json(directory / MANIFEST, {**content, "files": files})
 
 
 def find_damage(directory: Path) -> str | None:
     """The first problem of a directory against its manifest; None if it is intact."""
-    manifest = read_manifest(directory)
-    if manifest is None or not isinstance(manifest.get("files"), dict):
+    files = read_manifest(directory).get("files")
+    if not isinstance(files, dict):
         there = (directory / MANIFEST).exists()
         return f"{MANIFEST} is damaged" if there else f"it has no {MANIFEST}, so it is incomplete"
-    for name, digest in manifest["files"].items():
+    for name, digest in files.items():
         if digest is None:  # it may change or move
             continue
         path = directory / name
@@ -154,7 +154,7 @@ def _listed(directory: Path) -> dict[str, str | None]:
 
     Paths outside the directory (``..``, absolute, links) are left out, and the manifest itself.
     """
-    files = (read_manifest(directory) or {}).get("files")
+    files = read_manifest(directory).get("files")
     if not isinstance(files, dict):
         return {}
     home = directory.resolve()
@@ -273,10 +273,10 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of ``directory``; None if it is missing or unreadable."""
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of ``directory``; empty if it is missing or unreadable."""
     found = read_json(directory / MANIFEST)
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @contextlib.contextmanager

@@ -237,7 +237,7 @@ def run_stage(
     sources += [] if stage.assistant is None else [stage.assistant.out / "student"]
     if sources:
         follows = processes.on_first_process(
-            lambda: ",".join(str((read_manifest(path) or {}).get("run")) for path in sources)
+            lambda: ",".join(str(read_manifest(path).get("run")) for path in sources)
         )
         config = dataclasses.replace(config, follows=follows)
         if config.resume and processes.on_first_process(lambda: _began_with_other_student(config)):

@@ -35,7 +35,7 @@ class TrainingRecord:
 
 def read_training_record(model: Path) -> TrainingRecord | None:
     """The training record of a model that fastkd trained; its task only if that is GLUE's."""
-    settings = (read_manifest(model) or {}).get("settings")
+    settings = read_manifest(model).get("settings")
     if not isinstance(settings, dict):
         return None
     names = ("text_column", "text_pair_column", "label_column", "task", "data")
