@@ -479,8 +479,7 @@ def check(config: Config) -> Config:
             "--fsdp: shards models over processes, but there is one; start several by `torchrun "
             "--nproc-per-node N -m fastkd distill ...`"
         )
-    if config.resume:
-        check_resume(config)
+    check_resume(config)
     kind = tasks.of_file(config.task, config.train)
     if config.method != AUTO:
         method = make_method(config.method, config.options, config.preset)

@@ -53,21 +53,14 @@ class Option:
     names: bool = False
     kind: Any = None
     default: Any = None
+    #: Whether the value is a list of paths; whether it is a path or such a list.
+    several: bool = False
+    is_path: bool = False
 
     @property
     def file_key(self) -> str:
         """Name of the option in a file: ``eval``, ``set``."""
         return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
-    def several(self) -> bool:
-        """Whether the value is a list of paths."""
-        return list[Path] in typing.get_args(self.kind)
-
-    @property
-    def is_path(self) -> bool:
-        """Whether the value is a path, or a list of paths."""
-        return self.several or Path in (self.kind, *typing.get_args(self.kind))
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
@@ -125,13 +118,16 @@ def _options_of(cls: Any) -> Mapping[str, Option]:
     kinds, found = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if (meta := field.metadata.get("option")) is not None:
-            many = field.default_factory
+            many, kind = field.default_factory, kinds[field.name]
+            parts = typing.get_args(kind)
             found[field.name] = dataclasses.replace(
                 meta,
                 flag=meta.flag or "--" + field.name.replace("_", "-"),
                 key=meta.key or field.name,
-                kind=kinds[field.name],
+                kind=kind,
                 default=field.default if many is dataclasses.MISSING else many(),
+                several=list[Path] in parts,
+                is_path=not {Path, list[Path]}.isdisjoint((kind, *parts)),
             )
     return found
 
