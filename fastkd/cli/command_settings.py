@@ -180,7 +180,7 @@ class EvaluateSettings(AnswerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tasks.check_metric(self.task, self.metric)
+        tasks.check(self.task, self.metric)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -526,8 +526,7 @@ def check_data(config: Config) -> None:
         raise InputError(
             "--test: two files have the same name, which their scores end in; rename one"
         )
-    tasks.check(config.task)
-    tasks.check_metric(config.task, config.metric)
+    tasks.check(config.task, config.metric)
     hub = set_flags(config, "data", "data_config", "train_split", "eval_split")
     local = set_flags(config, "train", "evals")
     remote = config.glue_name is not None or config.data is not None

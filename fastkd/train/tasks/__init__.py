@@ -18,7 +18,7 @@ from fastkd.train.glue import GLUE_TASKS
 if TYPE_CHECKING:
     from fastkd.train.tasks.base import Task
 
-__all__ = ["NAMES", "Columns", "Task", "check", "check_metric", "named", "of_file", "of_model"]
+__all__ = ["NAMES", "Columns", "Task", "check", "named", "of_file", "of_model"]
 
 NAMES = tuple(
     sorted(
@@ -45,11 +45,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def check(name: str | None) -> None:
-    """Raise unless --task ``name`` is a GLUE task, one of `NAMES`, or package.module:Class."""
+def check(name: str | None, metric: str | None = None) -> None:
+    """Raise unless --task ``name`` is a GLUE task, one of `NAMES`, or package.module:Class.
+
+    A --metric must be one of the task, or of any task without a name.
+    """
     known = (*NAMES, *GLUE_TASKS)
     if name is not None and ":" not in name and name not in known:
         raise InputError(f"--task {name!r} is not an option; {nearest(name, known)}")
+    if metric is None:
+        return
+    kind = kind_of(name)
+    kinds = map(named, NAMES) if kind is None else [named(kind)]
+    metrics = dict.fromkeys(x for one in kinds for x in one.metrics)
+    if metric not in metrics:
+        raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, metrics)}")
 
 
 def kind_of(name: str | None) -> str | None:
@@ -111,17 +121,3 @@ def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "t
         if fitting and usual not in fitting:
             return fitting[0]
     return usual
-
-
-def check_metric(task: str | None, metric: str | None) -> None:
-    """Raise unless ``metric`` is one of the task, or of any task if it is None."""
-    if metric is None:
-        return
-    kind = kind_of(task)
-    known = dict.fromkeys(
-        name
-        for one in (map(named, NAMES) if kind is None else [named(kind)])
-        for name in one.metrics
-    )
-    if metric not in known:
-        raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, known)}")
