@@ -30,6 +30,7 @@ from fastkd.distill.labelled_order import LabelledOrder, has_label
 from fastkd.distill.trainer import SHARE, DistillationTrainer
 from fastkd.integrations._rows import SourceError
 from fastkd.integrations.served_teacher import ServedTeacher
+from fastkd.models.inputs import without_adapters
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arguments import GROUPED, arguments_of, steps_of
 from fastkd.train.arrow_rows import Encoded
@@ -371,7 +372,7 @@ def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
     model = sharding.without_shards(model) if run.config.shard else model
-    kind: Any = type(lora.plain(model) if hasattr(model, "peft_config") else model)
+    kind: Any = type(without_adapters(model))
     # Teacher and student are timed with the same attention.
     return kind.from_pretrained(target, **attention_for(run.config.method, run.config.attention))
 

@@ -87,13 +87,6 @@ def adapted(
     return cast("PreTrainedModel", found)
 
 
-def plain(student: nn.Module) -> "PreTrainedModel":
-    """The base model of adapters, or ``student`` itself."""
-    model: Any = student
-    found = model.get_base_model() if hasattr(model, "peft_config") else model
-    return cast("PreTrainedModel", found)
-
-
 def save(student: nn.Module, directory: Path) -> None:
     """Save a model with adapters for ``from_pretrained``: merged, and on their own."""
     model: Any = student

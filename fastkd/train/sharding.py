@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
-from fastkd.train import lora, processes
+from fastkd.models.inputs import without_adapters
+from fastkd.train import processes
 
 # Attribute of a sharded model: the same model on the meta device.
 EMPTY = "_fastkd_empty"
@@ -36,7 +37,7 @@ def shard(model: nn.Module, device: torch.device, trained: bool = True) -> None:
     Blocks are moved to ``device`` one by one. A model that is not trained (``trained=False``) frees
     its gathered weights after every forward pass.
     """
-    mesh, inner = _mesh(device.type), lora.plain(model)
+    mesh, inner = _mesh(device.type), without_adapters(model)
     empty = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
     }
