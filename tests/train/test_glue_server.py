@@ -66,7 +66,7 @@ def check(content: bytes) -> None:
                 assert answers <= labels, name
 
 
-def test_files(folder, task, rows):
+def write_tests(folder, task, rows):
     folder.mkdir()
     columns = HEADERS[task].split("\t")
     for file, number in zip(FOLDERS[task], rows, strict=True):
@@ -74,9 +74,6 @@ def test_files(folder, task, rows):
         for i in range(number):
             lines.append("\t".join([str(i), *(["a film"] * (len(columns) - 1))]))
         (folder / file).write_text("\n".join(lines) + "\n")
-
-
-test_files.__test__ = False
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +97,7 @@ def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
         monkeypatch.setitem(SERVER, f"{name}.tsv", (few[f"{name}.tsv"], SERVER[f"{name}.tsv"][1]))
     for task in FOLDERS:
         sets = [f"{n}.tsv" for n, of in glue_server.FILES.items() if of.task == task]
-        test_files(tmp_path / task, task, [few[name] for name in sets])
+        write_tests(tmp_path / task, task, [few[name] for name in sets])
         model = models / ("mnli" if task == "ax" else task)
         out = run("predict", model=model, task=task, data=tmp_path / task, glue=tmp_path / "out",
                   device="cpu")  # fmt: skip
