@@ -307,11 +307,12 @@ class Step:
         words = self.name == "soft_targets" and self.head in ("masked words", "next word")
         words &= self.stored and "soft" in self.hand.weights and self.pairs != "match"
         self.top_k = 5 if words and self.chance(0.5) else None
+        models = self.student, *self.teachers
+        kinds = {(x.config.model_type, x.config.hidden_size) for x in models}
         self.embedded = (  # the table's rows are given in place of ids
             self.per_token and self.head != "written words" and self.name not in ("knn", "gold")
             and not (self.own or self.stored or self.hand.perturb or self.layout in PACKED)
-            and {x.config.model_type for x in self.teachers} == {self.student.config.model_type}
-            and self.student.config.hidden_size == 16 and self.chance(0.2)
+            and kinds == {(self.student.config.model_type, 16)} and self.chance(0.2)
         )  # fmt: skip
 
     # The Distiller's side
@@ -1285,9 +1286,11 @@ def _logits(step: Step, found: Any, expected: list[Any]) -> str | None:
     elif step.head == "answers" or step.per_token:
         both = torch.stack(found, 1) if step.head == "answers" else found
         dim, rows = (1 if step.head == "answers" else 0), []
-        for x, e in zip(both, expected, strict=True):
-            start = x.shape[dim] - e.shape[dim] if step.front else 0
+        for i, (x, e) in enumerate(zip(both, expected, strict=True)):
+            start, real = x.shape[dim] - e.shape[dim] if step.front else 0, step.texts[i].real
             rows.append(x.narrow(dim, start, e.shape[dim]))
+            if real is not None:  # what a masked token says may depend on padding
+                rows[i], expected[i] = rows[i][real], e[real]
     else:
         rows = list(found)
     for x, e in zip(rows, expected, strict=True):
