@@ -31,13 +31,13 @@ LINE_EVERY = 10.0
 class BestEffortStream:
     """An output stream that survives a closed reader (`| head`, a closed terminal).
 
-    Characters that its encoding lacks are escaped. Other write errors are raised by `finish`.
+    Characters that its encoding lacks are escaped. The last other write error is ``error``.
     """
 
     def __init__(self, stream: Any):
         self._stream = stream
         self._gone = stream is None  # closed before Python began
-        self._error: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, text: str) -> int:
         if not self._gone:
@@ -57,17 +57,11 @@ class BestEffortStream:
             except (OSError, ValueError) as error:
                 self._lose(error)
 
-    def finish(self) -> None:
-        """Raise if output was lost for another reason than a closed reader, such as a full disk."""
-        self.flush()
-        if self._error is not None:
-            raise RunFailed(f"the output can't be written: {self._error.strerror}")
-
     def _lose(self, error: Exception) -> None:
         """Stop writing; redirect the descriptor so that Python's final flush does not fail."""
         self._gone = True
         if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):
-            self._error = error
+            self.error = error
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -86,7 +80,9 @@ def new_console(plain: bool = False) -> Iterator[Console]:
     """
     stream: Any = BestEffortStream(sys.stdout)
     yield Console(file=stream, quiet=not first(), force_terminal=False if plain else None)
-    stream.finish()
+    stream.flush()
+    if stream.error is not None:  # such as a full disk
+        raise RunFailed(f"the output can't be written: {stream.error.strerror}")
 
 
 def stderr_display() -> "RichDisplay":

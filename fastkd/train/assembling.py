@@ -36,7 +36,6 @@ from fastkd.train.models import (
     check_same_tokens,
     fit_config,
     fitting_length,
-    headless,
     load,
     load_tokenizer,
     load_weights,
@@ -163,11 +162,10 @@ def _method(
     """The method, with the defaults of task and models."""
     task, configs = data.task, [x.config for x in (model_of(teacher), student) if x is not None]
     defaults = task.method_options(configs[0], configs[-1])
-    if data.teacher_tokenizer is not None and data.match is None and not headless(task):
+    headless = task.head == "AutoModel"
+    if data.teacher_tokenizer is not None and data.match is None and not headless:
         defaults = {**defaults, "pool": "cls"}  # the tokens are of two tokenizers
-    method = make_method(
-        config.method, config.options, config.preset, selected, headless(task), defaults
-    )
+    method = make_method(config.method, config.options, config.preset, selected, headless, defaults)
     check_classes(config.method, method, task)
     if method.merges_spans and data.match is None:
         raise InputError(

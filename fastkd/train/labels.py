@@ -29,11 +29,6 @@ def as_number(label: Any) -> float | None:
     return number if abs(number) <= LARGEST else None
 
 
-def as_name(label: Any) -> str:
-    """``label`` as the name of a class."""
-    return label.strip() if isinstance(label, str) else str(label)
-
-
 def distribution_text(label: Any, where: str) -> str | None:
     """A distribution over classes as JSON: a list in their order, or an object by their names.
 
@@ -41,7 +36,7 @@ def distribution_text(label: Any, where: str) -> str | None:
     """
     found = read_distribution(label) if isinstance(label, str) else label
     if isinstance(found, Mapping):  # Parquet has None for the names of other rows
-        found = {as_name(name): x for name, x in found.items() if x is not None}
+        found = {str(name).strip(): x for name, x in found.items() if x is not None}
     elif not isinstance(found, list):
         return None
     what = f"{where}: label {label!r:.60}"
@@ -78,7 +73,7 @@ def label_text(record: dict[str, Any], name: str, where: str) -> str:
     if isinstance(label, float) and not math.isfinite(label):
         raise InputError(f"{where}: label {label} is not finite")
     try:
-        text = as_name(label)
+        text = str(label).strip()
     except ValueError:  # of too many digits
         raise InputError(f"{where}: the label has too many digits") from None
     if not text:

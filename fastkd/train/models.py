@@ -260,7 +260,8 @@ def load_weights(
             "sees the token to predict; use a decoder, or --task masked-lm"
         )
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
-    body = "" if headless(task) else f"{model.base_model_prefix}."
+    headless = task.head == "AutoModel"
+    body = "" if headless else f"{model.base_model_prefix}."
     # Encoders are often published without their pooler, which belongs to the head.
     lost = [key for key in fresh if key.startswith(body) and "pooler" not in key]
     if lost:
@@ -268,12 +269,7 @@ def load_weights(
             f"{option} {name}: its weights don't fit its configuration ({lost[0]} is missing or of "
             "another size)"
         )
-    return model, [] if headless(task) else fresh
-
-
-def headless(task: Task | type[Task]) -> bool:
-    """Whether the models of ``task`` have no head and return hidden states."""
-    return task.head == "AutoModel"
+    return model, [] if headless else fresh
 
 
 def be_quiet() -> None:

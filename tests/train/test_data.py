@@ -1,5 +1,7 @@
 """Reading labelled text: formats, layouts, labels, scores, and one sentence for every mistake."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.labels import by_names
 from fastkd.train.scoring import finite, score
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.classification import Classification, class_scores, useless_classes
+from fastkd.train.tasks.classification import Classification, useless_classes
 from fastkd.train.tasks.regression import number_scores, useless_numbers
 from tests.support.tiny import source
 
@@ -283,12 +285,14 @@ def test_hub_mistakes(monkeypatch):
 def test_scores_by_hand():
     logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
     labels = np.array([0, 1, 0, 0])
-    scores = class_scores(("f1", "mcc"), logits, labels)
+    rows = SimpleNamespace(labels=labels)
+    scores = Classification(("no", "yes")).scores(("f1", "mcc"), logits, rows)
     # One true positive, one false positive, two true negatives.
     assert scores["accuracy"] == 0.75
     assert scores["f1"] == pytest.approx(2 / 3)
     assert scores["mcc"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
-    three = class_scores(("f1",), np.eye(3)[[0, 1, 0, 2]], np.array([0, 1, 1, 2]))
+    rows = SimpleNamespace(labels=np.array([0, 1, 1, 2]))
+    three = Classification(("a", "b", "c")).scores(("f1",), np.eye(3)[[0, 1, 0, 2]], rows)
     assert three["f1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
     numbers = np.array([1.0, 2.0, 3.0, 10.0])

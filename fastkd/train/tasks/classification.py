@@ -166,8 +166,8 @@ class Classification(ClassTask):
         return SoftLabels(collate) if self.soft else collate
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
-        names, train = self.names, _counts(corpus.train)
-        evals = sum(map(_counts, corpus.evals.values()), Counter())
+        names, train = self.names, Counter(corpus.train.labels.tolist())
+        evals = Counter(y for rows in corpus.evals.values() for y in rows.labels.tolist())
         if len(names) <= MOST_CLASSES_SHOWN:
             counts = (f"{name} {train[i]}/{evals[i]}" for i, name in enumerate(names))
             yield f"classes, training/evaluation rows: {', '.join(counts)}"
@@ -221,7 +221,20 @@ class Classification(ClassTask):
         return found._replace(notes=(*found.notes, reading) if reading else found.notes)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return class_scores(metrics, answers, examples.labels, self.positive)
+        """F1 is that of `positive` of two classes, or the mean over more.
+
+        The correlation with a constant is 0.
+        """
+        labels, found = examples.labels, answers.argmax(-1)
+        scores = {"accuracy": (found == labels).mean()}
+        if scores.keys() >= {*metrics}:  # without the second that scikit-learn's import takes
+            return scores
+        library: Any = require("sklearn.metrics", "train")
+        average = "binary" if answers.shape[-1] == 2 else "macro"
+        constant = np.ptp(found) == 0 or np.ptp(labels) == 0
+        options = {"average": average, "pos_label": self.positive, "zero_division": 0.0}
+        mcc = 0.0 if constant else library.matthews_corrcoef(labels, found)
+        return {**scores, "mcc": mcc, "f1": library.f1_score(labels, found, **options)}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return useless_classes(answers.argmax(-1), examples.labels, self.names)
@@ -321,12 +334,6 @@ def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:
     return f"a single training row, row {number}{hint}"
 
 
-def _counts(rows: Rows) -> Counter[int]:
-    assert rows.labels is not None
-    classes, counts = np.unique(rows.labels, return_counts=True)
-    return Counter(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
-
-
 def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> str | None:
     """Why class ids look useless: constant, or no better than a random permutation."""
     if np.ptp(labels) == 0:
@@ -342,23 +349,3 @@ def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str
     variance = (variance - (mean**2).sum()) / (rows - 1)
     better = ((answers == labels).sum() - mean.sum()) / np.sqrt(variance) > CHANCE
     return None if better else "are no better than chance"
-
-
-def class_scores(
-    metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
-) -> dict[str, float]:
-    """At least the given metrics of ``logits`` (rows, classes).
-
-    F1 is that of class ``positive`` of two classes, or the mean over more; the correlation with a
-    constant is 0.
-    """
-    found = logits.argmax(-1)
-    scores = {"accuracy": (found == labels).mean()}
-    if scores.keys() >= {*metrics}:  # without the second that scikit-learn's import takes
-        return scores
-    library: Any = require("sklearn.metrics", "train")
-    average = "binary" if logits.shape[-1] == 2 else "macro"
-    constant = np.ptp(found) == 0 or np.ptp(labels) == 0
-    f1 = library.f1_score(labels, found, average=average, pos_label=positive, zero_division=0.0)
-    mcc = 0.0 if constant else library.matthews_corrcoef(labels, found)
-    return {**scores, "mcc": mcc, "f1": f1}

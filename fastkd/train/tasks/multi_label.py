@@ -13,7 +13,7 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns, field, whole
-from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name, as_number, read_as_ids
+from fastkd.train.labels import MOST_CLASSES_SHOWN, as_number, read_as_ids
 from fastkd.train.tasks.base import (
     AGREEMENT,
     TEXT,
@@ -183,7 +183,7 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     )
     if not known:
         raise InputError(f"{where}: column {column!r} is not a list of labels but {value!r:.40}")
-    names = [as_name(whole(name, column, where)) for name in value]
+    names = [str(whole(name, column, where)).strip() for name in value]
     if "" in names:
         raise InputError(f"{where}: label {names.index('') + 1} is empty")
     return names
