@@ -123,7 +123,10 @@ def test_a_batch_without_rows_has_no_loss(tmp_path):
 
 
 def gathered(rank, ends):
-    """Each case's step with a process's rows in one piece, and in micro-batches."""
+    """Each case's step with a process's rows in one piece, and in micro-batches.
+
+    Also the step of rows without labels, of which nothing counts in any process.
+    """
     results = []
     for kind, name, options in CASES:
         distiller = exact(name, kind, gather=True, **options)
@@ -131,11 +134,15 @@ def gathered(rank, ends):
         parts = cut(data_of(kind), *ends[rank])
         (piece,) = cut(data_of(kind), ends[rank][0], ends[rank][-1])
         results.append([taken(distiller, rows, model) for rows in (piece, parts)])
-    return results
+    nothing = data_of("language model")
+    nothing["labels"].fill_(-100)
+    return results, taken(exact("soft_targets", "language model", gather=True), nothing)
 
 
 def test_gathering_processes_equal_one_process(tmp_path):
-    ranks = run_ranks(gathered, 2, tmp_path, [(0, 2, 4, 6), (6, 9)])
+    ranks, nothing = zip(*run_ranks(gathered, 2, tmp_path, [(0, 2, 4, 6), (6, 9)]), strict=True)
+    for terms, gradients in nothing:
+        assert not any(map(torch.any, (*terms.values(), *gradients.values())))
     for case, *found in zip(range(len(CASES)), *ranks, strict=True):
         expected, gradients = whole_batch(case)
         for piece, _ in found:
