@@ -8,9 +8,8 @@ import torch
 
 from fastkd.cli import cache_command
 from fastkd.train.saving import find_damage, read_json
-from tests.support.runs import first_step, made, press_ctrl_c, report_of, stop_at, weights_of
+from tests.support.runs import made, press_ctrl_c, report_of, stop_at, weights_of
 from tests.support.tiny import STILL, make_teacher, run, usual, write_tsv
-from tests.train.tasks.through import make_decoder, write_text
 
 
 @pytest.fixture(scope="module")
@@ -199,18 +198,3 @@ def test_a_changed_file_trains_no_other_student(call, tmp_path):
     assert "its student is damaged (model.safetensors has changed since it was written)" in error
     call("cache", cache, method="soft_targets")
     assert find_damage(cache / "student") is None
-
-
-def test_a_student_learns_from_the_most_probable_tokens(tmp_path):
-    teacher = make_decoder(tmp_path / "teacher")
-    options = {
-        "task": "causal-lm", "method": "soft_targets", "max_length": 8, "device": "cpu",
-        "train": write_text(tmp_path / "train.txt", 60), "batch_size": 4, "student_layers": 2,
-        "eval": write_text(tmp_path / "dev.txt", 20, seed=1),
-    }  # fmt: skip
-    out, made = tmp_path / "cache", {**options, "teacher": teacher}
-    run("cache", out=out, top_k=5, **made)
-    assert "other settings" in run("cache", out=out, top_k=6, expect=2, **made)
-    assert first_step(teacher_cache=out, **options)[1]["soft"] > 0
-    found = run("cache", out=tmp_path / "c", top_k=99, expect=2, **made)
-    assert "--top-k: top_k must be at most 17" in found

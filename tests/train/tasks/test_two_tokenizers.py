@@ -188,6 +188,8 @@ def test_top_k_cache_and_errors(texts, tmp_path):
     cache = {**texts, "epochs": None, "learning_rate": None, "out": tmp_path / "cache"}
     made = run("cache", **cache, top_k=5, unmatched="bucket")
     assert "VocabularyMatch(" in made and "% of the student's" in made
+    more = {**cache, "out": tmp_path / "c", "top_k": 99, "unmatched": "bucket", "expect": 2}
+    assert "--top-k: top_k must be at most 17" in run("cache", **more)
     learn = {**texts, "teacher": None, "teacher_cache": tmp_path / "cache"}
     assert "pass unmatched='bucket'" in run("distill", **learn, expect=2)
     first_step(**learn, unmatched="bucket")
