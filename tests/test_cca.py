@@ -31,7 +31,7 @@ needs_extension = pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not
 PRECISION = dict.fromkeys(("independent", "equal", "geometric -3", "far", "small -2"), 1e-5)
 PRECISION |= dict.fromkeys(("LayerNorm", "equal LayerNorm"), 1e-4)
 PRECISION |= dict.fromkeys(("small -4", "small -6"), 1e-3) | dict.fromkeys(BLURRED, 1e-2)
-SIZES = [(512, 128, 128), (200, 128, 128), (128, 128, 128), (32, 256, 256), (96, 30, 40)]
+SIZES = [(200, 128, 128), (32, 256, 256), (96, 30, 40)]
 
 
 @needs_extension
@@ -65,20 +65,8 @@ def test_float32_is_accurate_by_products(m, d_s, d_t, kind, digits, device, monk
     assert relative_error(grad, expected_grad) <= PRECISION[kind]
 
 
-@pytest.mark.parametrize("kind", [*BLURRED, "small -6"])
-def test_float32_is_accurate_by_eigenvectors(kind):
-    """Small correlations have a second root; random calls have other kinds and sizes."""
-    with torch.device("cpu"):
-        student, teacher = (x.float() for x in hard_pair(Draw(0, "torch"), kind, 96, 30, 40)[:2])
-        value, grad = value_and_grad(cca_loss, student, teacher)
-        expected, expected_grad = by_qr(student, teacher, 1e-4)
-    assert relative_error(value, expected) <= 1e-6
-    assert relative_error(grad, expected_grad) <= 1e-5
-
-
 @needs_extension
-@pytest.mark.parametrize("d", [64, 384, 768])
-@pytest.mark.parametrize("m", [32, 4096])
+@pytest.mark.parametrize(("m", "d"), [(32, 768), (4096, 64)])
 def test_the_roots_are_one_call_of_the_operator(m, d):
     """Around it Cholesky factors and triangular systems alone."""
 
@@ -103,18 +91,6 @@ def test_failed_factorisation_gives_nan():
     factors = cca_solver._cholesky(torch.stack([good, bad]))
     assert torch.equal(factors[0], good)
     assert factors[1].isnan().all()
-
-
-def test_an_item_whose_ridge_is_lost_changes_no_other():
-    """Its variances' rounding errors are larger, so it alone has eigenvectors."""
-    student, teacher = torch.randn(2, 3, 40, 8)
-    upstream = torch.ones(3)
-    expected = value_and_grad(cca_loss, student, teacher, reduction="none", upstream=upstream)
-    student[1] *= 1e9
-    found = value_and_grad(cca_loss, student, teacher, reduction="none", upstream=upstream)
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x[[0, 2]], y[[0, 2]])
-    assert relative_error(found[0][1], expected[0][1]) <= 1e-4
 
 
 def test_layers_of_one_size_are_one_batch():
