@@ -55,7 +55,6 @@ def test_deep_copy_of_a_module_has_the_same_group(tmp_path):
 # With `gather` on each process's samples they have to equal one process with all samples.
 LOSSES = {
     "relation_loss": (relation_loss, lambda s, t, m, y: ((s, t, m), {"over": "samples"})),
-    "relations over tokens": (relation_loss, lambda s, t, m, y: ((s, t, m), {})),
     "relations of packed rows": (
         relation_loss,
         lambda s, t, m, y: ((s, t, m), {"over": "samples", "segments": (m.cumsum(1) > 2).long()}),
@@ -63,10 +62,6 @@ LOSSES = {
     "FCDLoss": (FCDLoss, lambda s, t, m, y: (([s, 2 * s], [t, t.exp()]), {"mask": m})),
     "knn_feature_loss": (
         knn_feature_loss, lambda s, t, m, y: ((s[:, 0], t[:, 0, :6], y), {"k": 2})
-    ),
-    "knn, mean": (
-        knn_feature_loss,
-        lambda s, t, m, y: ((s[:, 0], t[:, 0, :6], y - 1), {"reduction": "mean", "ignore_index": 1})
     ),
     "knn, none, bank": (
         knn_feature_loss,
@@ -84,7 +79,8 @@ LOSSES = {
         lambda s, t, m, y: ((s, t, y), {"mask": m}),
     ),
     "cos_nce_loss": (
-        cos_nce_loss, lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "labels": y})
+        cos_nce_loss,
+        lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "labels": y, "weights": t[..., 0]}),
     ),
     "cos_nce_loss, none": (
         cos_nce_loss, lambda s, t, m, y: ((s[:, 0], t[:, 0, :6]), {"reduction": "none"})
@@ -101,17 +97,11 @@ LOSSES = {
         cos_nce_loss,
         lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "negatives": t[:, None, :, 1:].sin()}),
     ),
-    "cos_nce_loss, negatives of rows": (
-        cos_nce_loss,
-        lambda s, t, m, y: ((s[:, 0], t[:, 0, :6]), {"negatives": t[:, :2, 1:].sin()}),
-    ),
-    "cos_nce_loss, weights": (
-        cos_nce_loss, lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "weights": t[..., 0]})
-    ),
     "knn, weights": (
         knn_feature_loss,
         lambda s, t, m, y: (
-            (s[:, 0], t[:, 0, :6], y), {"weights": t[:, 0, 0], "reduction": "mean"}
+            (s[:, 0], t[:, 0, :6], y - 1),
+            {"weights": t[:, 0, 0], "reduction": "mean", "ignore_index": 1},
         ),
     ),
     "relations over tokens, weights": (
