@@ -55,12 +55,17 @@ def test_mistakes_of_the_rows(name):
 
 
 @pytest.mark.parametrize("name", [name for loss in LOSSES for name in loss.with_reference])
-def test_words_are_checked(name):
+def test_options_of_functions_are_checked(name):
+    """A word that is none of theirs, and a negative number."""
     learning, given, options = inputs_of(name)
     function = getattr(fastkd, name)
-    for option in {"backend", "reduction"} & inspect.signature(function).parameters.keys():
-        found = error_of(lambda word=option: function(*learning, *given, **options, **{word: "x"}))
-        assert f"{option} must be one of" in found
+    parameters = inspect.signature(function).parameters
+    for option in parameters.keys() - FREE - {"return_terms", "ignore_index"}:
+        if parameters[option].default is not inspect.Parameter.empty:
+            for wrong in ("typo", -5):
+                changed = options | {option: wrong}
+                found = error_of(lambda changed=changed: function(*learning, *given, **changed))
+                assert found is not None and option in found, (option, wrong)
 
 
 def error_of(loss: Callable[[], object]) -> str | None:

@@ -431,15 +431,11 @@ def bad() -> Iterator[tuple[str, Callable]]:
     short, loss = torch.randn(2, 5, 4), functools.partial(fastkd.cca_loss, x, y)
     yield r"teacher must have shape \(2, 6, 4\)", lambda: fastkd.cca_loss(x, short)
     yield "student must have at least 2 dimensions", lambda: fastkd.cca_loss(x[0, 0], y[0, 0])
-    yield "ridge must be at least 0", lambda: loss(ridge=-1e-3)
     yield "ridge must be a number or a pair", lambda: loss(ridge=(1.0, 2.0, 3.0))
-    yield "top_k must be at least 1", lambda: loss(top_k=0)
-    yield "did you mean 'mean'", lambda: loss(reduction="maen")
     for options in ({"ridge": 0.0}, {"top_k": 1}):
         kernels = functools.partial(loss, **options, backend="triton")
         yield "ridge=0 and top_k need eigenvectors", kernels
     yield r"y must have shape \(2, 6, 4\)", lambda: fastkd.canonical_correlations(x, short)
-    yield "pool must be one of", lambda: fastkd.CCALoss(pool="max")
     yield "2 layers but teacher has 1", lambda: fastkd.CCALoss()([x, x], [y])
     yield "memory must be at least 0", lambda: fastkd.CCALoss(memory=-1)
     module = fastkd.CCALoss(memory=9)

@@ -323,7 +323,6 @@ def bad() -> Iterator[tuple[str, Callable]]:
             r"negatives_labels must have shape \(6,\)",
             bank | {"labels": torch.zeros(4), "negatives_labels": torch.zeros(4, 6)},
         ),
-        ("did you mean 'mean'", {"reduction": "means"}),
     ):
         yield words, functools.partial(fastkd.cos_nce_loss, **right | change)
     module, x, y = fastkd.CosNCELoss(6, 8), torch.randn(2, 3, 6), torch.randn(2, 3, 8)

@@ -162,11 +162,8 @@ def bad() -> Iterator[tuple[str, Callable]]:
     right = {"student": torch.zeros(2, 3, 4), "teacher": torch.zeros(2, 3, 4)}
     for words, change in (
         ("at least", {"student": torch.zeros(2, 3, 0), "teacher": torch.zeros(2, 3, 0)}),
-        ("kind must be one of", {"kind": "mae"}),
-        ("beta must be at least 0", {"beta": -1.0}),
     ):
         yield words, functools.partial(fastkd.hidden_state_loss, **right | change)
     module = fastkd.HiddenStateLoss
     yield "pass both or neither", lambda: module("mse", 4)
-    yield "did you mean 'cosine'", lambda: module("cosin")
     yield "student_dim=4", lambda: module("mse", 4, 6)(torch.zeros(2, 5), torch.zeros(2, 6))

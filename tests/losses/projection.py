@@ -234,14 +234,11 @@ def growing() -> dict[str, tuple]:
 
 
 def bad() -> Iterator[tuple[str, Callable]]:
-    x, y = torch.randn(2, 3, 6)
-    yield "did you mean 'batchmean'", lambda: fastkd.layer_norm_mse(x, y, reduction="batch_mean")
-    yield "eps must be at least 0", lambda: fastkd.layer_norm_mse(x, y, eps=-1.0)
+    x = torch.randn(3, 6)
     yield r"skew must be square .* got \(3, 6\)", lambda: fastkd.cayley(x)
     yield "at least 2 dimensions", lambda: fastkd.cayley(x[0])
     yield "skew must be bfloat16", lambda: fastkd.cayley(torch.zeros(3, 3).long())
     projection, dual = fastkd.OrthogonalProjection, fastkd.DualProjectionLoss
-    yield r"backend must be .* did you mean 'torch'", lambda: projection(4, 4, backend="pytorch")
     yield "layers must be at least 1", lambda: projection(4, 4, layers=0)
     yield "in_dim must be an int", lambda: projection(4.0, 4)
     yield r"x must have 4 columns \(in_dim\), got \(3, 6\)", lambda: projection(4, 4)(x)
@@ -253,4 +250,3 @@ def bad() -> Iterator[tuple[str, Callable]]:
     tokens = torch.randn(2, 5, 4), torch.randn(2, 3, 6)
     yield "pass teacher_mask too", lambda: module(*tokens, torch.ones(2, 5))
     yield "gamma must be at most 1", lambda: dual(4, 6, gamma=1.5)
-    yield "did you mean 'mean'", lambda: dual(4, 6, reduction="means")

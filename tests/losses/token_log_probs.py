@@ -132,7 +132,6 @@ def bad() -> Iterator[tuple[str, Callable]]:
         ("ids must be token ids 0 to 8, got 9", {"ids": torch.full((2, 3), 9)}),
         ("ids must be token ids 0 to 8, got -1", {"ids": torch.full((2, 3), -1)}),
         ("temperature must be greater than 0", {"temperature": 0.0}),
-        ("chunk_bytes must be at least 1", {"chunk_bytes": 0}),
     ):
         yield words, functools.partial(fastkd.log_probs, **right | change)
     hidden, weight, of = torch.randn(7, 6), torch.randn(20, 6), fastkd.TopK.of
