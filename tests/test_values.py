@@ -1,4 +1,4 @@
-"""Every loss on every backend: worked examples, invariances and random calls.
+"""Every loss on every backend: worked examples and random calls.
 
 The random calls are new in every run; a failure prints the command that repeats it.
 """
@@ -29,22 +29,6 @@ def test_worked_examples(file, runs_on, device):
         for name, found, expected in file.examples(runs_on):
             expected = torch.as_tensor(expected).to(found)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize(("file", "runs_on"), rows("invariances", "reference"))
-def test_invariances(file, runs_on, device):
-    """Calls of one row that must give the same value and, of the same tensor, the same gradient."""
-    for seed in range(3):
-        torch.manual_seed(seed)
-        with inputs_of(runs_on, device):
-            for name, one, other in file.invariances(runs_on):
-                torch.testing.assert_close(
-                    one,
-                    other,
-                    rtol=2e-5,
-                    atol=1e-6,
-                    msg=lambda m, n=name, s=seed: f"{n}, seed {s}: {m}",
-                )
 
 
 @pytest.mark.parametrize(("name", "runs_on"), CASES)

@@ -9,7 +9,6 @@ an oracle             the paper's equation in float64, sharing no   ``RANDOM``
                       has such (`tests.support.subject`)            _errors, _derivatives,
                                                                     _compile, _processes
 ``examples``          calls that the paper or a hand computed       test_values
-``invariances``       pairs of calls with one value                 test_values
 ``edges``             degenerate inputs, their value and gradient   test_edges
 ``bad``               wrong calls, each after its sentence          test_errors
 ``growing``           calls whose sizes change, for the compiler    test_compile

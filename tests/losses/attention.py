@@ -118,16 +118,6 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "large scores", lambda s: loss(s, 0 * large), large, 1e34, 2e17 / large.numel()
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    loss = function_of("attention_loss", backend)
-    x, y = torch.randn(2, 3, 2, 9, 9)
-    mask, order = torch.rand(3, 9) < 0.7, torch.randperm(9)
-    plain = loss(x, y, mask)
-    moved = [z[:, :, order][:, :, :, order] for z in (x, y)]
-    yield "order of tokens", loss(*moved, mask[:, order]), plain
-    yield "order of heads", loss(x.flip(1), y.flip(1), mask), plain
-
-
 def bad() -> Iterator[tuple[str, Callable]]:
     right = {"student": torch.zeros(2, 3, 4, 4), "teacher": torch.zeros(2, 3, 4, 4)}
     for words, change in (

@@ -247,31 +247,6 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "few negatives", call, many, others[:, None], None
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    loss = function_of("cos_nce_loss", backend)
-    x, y = torch.randn(2, 7, 3, 5)
-    labels, mask, order = torch.randint(0, 3, (7,)), torch.rand(7, 3) > 0.3, torch.randperm(7)
-    options = {"labels": labels, "mask": mask, "reduction": "none"}
-    plain = loss(x, y, **options)
-    rotation = torch.linalg.qr(torch.randn(5, 5)).Q
-    moved = {"labels": labels[order], "mask": mask[order], "reduction": "none"}
-    found = loss(3 * x[order] @ rotation, 0.5 * y[order] @ rotation, **moved)
-    yield "order, scale and rotation", found, plain[order]
-    bank = {"negatives": y, "negatives_mask": mask, "negatives_labels": labels}
-    yield "the batch as a bank", loss(x, y, **options, **bank), plain
-    each = {name: z.expand(7, *z.shape) for name, z in bank.items()}
-    yield "the batch as each one's bank", loss(x, y, **options, **each), plain
-    large = {
-        "labels": torch.arange(7) + 2**24, "negatives": y,
-        "negatives_labels": torch.tensor([2.0**24 + 2] * 6 + [2.0**25]),
-    }  # fmt: skip
-    small = large | {
-        "labels": torch.arange(7), "negatives_labels": torch.tensor([2] * 6 + [99]),
-    }  # fmt: skip
-    found = (loss(x, y, reduction="none", **given) for given in (large, small))
-    yield "integer labels are not rounded to floats", *found
-
-
 def growing() -> dict[str, tuple]:
     def pair(*shape):
         return torch.randn(*shape, requires_grad=True), torch.randn(*shape)

@@ -241,21 +241,6 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "squares beyond float32", huge, zeros(2, 400), 1.7e19**2, -1.7e19 / 400
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    loss = function_of("knn_feature_loss", backend)
-    student, bank = torch.randn(7, 6), torch.randn(20, 6)
-    own, labels, order = torch.arange(7) % 3, torch.arange(20) % 3, torch.randperm(20)
-    rotation = torch.linalg.qr(torch.randn(6, 6)).Q
-    plain = loss(student, bank, own, labels, k=3, reduction="none")
-    moved = student @ rotation + 3, bank[order] @ rotation + 3, own, labels[order]
-    yield "order, rotation and shift", loss(*moved, k=3, reduction="none"), plain
-    far = torch.where((labels == own[0])[:, None], bank, 1e6)
-    others = loss(student[:1], far, own[:1], labels, k=3, reduction="none")
-    yield "rows of other classes", others, plain[:1]
-    shaped = loss(student.view(7, 2, 3), bank.view(20, 2, 3), own, labels, k=3, reduction="none")
-    yield "trailing dimensions", shaped, plain
-
-
 def growing() -> dict[str, tuple]:
     def calls():
         for n in (4, 8, 17, 64):

@@ -191,16 +191,6 @@ def edges(backend: str) -> Iterator[tuple]:
         yield "NaN in a matrix", lambda s: fastkd.cayley(s)[1], skew, identity, ...
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    loss = function_of("layer_norm_mse", backend)
-    x, y = torch.randn(2, 3, 20)
-    plain = loss(x, y, eps=0.0)
-    yield "affine maps of rows", loss(3 * x - 2, y, eps=0.0), plain
-    yield "order of the arguments", loss(y, x, eps=0.0), plain
-    rho = torch.stack([torch.corrcoef(torch.stack(rows))[0, 1] for rows in zip(x, y, strict=True)])
-    yield "one minus Pearson's correlation", plain, 1 - rho.mean()
-
-
 def growing() -> dict[str, tuple]:
     def learns(*shape):
         return torch.randn(*shape, requires_grad=True)

@@ -218,19 +218,6 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "two tokens have one relation", lambda s: loss(s, x), x.sin(), 0.0, 0.0
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    """Rows √a·x̂ with a common part √(1−a) have the relation a·R + (1 − a)."""
-    loss = function_of("relation_loss", backend)
-    x, y = torch.randn(2, 5, 12, 8).unbind()
-    for over in ("tokens", "samples"):
-        plain = loss(x, y, over=over)
-        unit = torch.nn.functional.normalize(x, dim=-1)
-        mapped = torch.cat([0.3**0.5 * unit, torch.full((5, 12, 1), 0.7**0.5)], -1)
-        yield f"affine maps of the relation over {over}", loss(mapped, y, over=over), plain
-        order = torch.randperm(8)
-        yield f"order of features over {over}", loss(3 * x[..., order], -y, over=over), plain
-
-
 def growing() -> dict[str, tuple]:
     def calls(masked):
         for n in (4, 9, 30):

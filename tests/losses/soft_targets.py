@@ -828,57 +828,6 @@ def edges_of_rests(backend: str) -> Iterator[tuple]:
     yield "masked", functools.partial(once, mask=torch.zeros(1)), only, 0.0, 0.0
 
 
-def invariances(backend: str) -> Iterator[tuple]:
-    loss, linear = (
-        function_of(name, backend) for name in ("soft_target_loss", "linear_soft_target_loss")
-    )
-    x, y = 2 * torch.randn(2, 4, 9)
-    rows, words = torch.randperm(4), torch.randperm(9)
-    for name in DIVERGENCES:
-        call = functools.partial(loss, divergence=name)
-        plain = call(x, y)
-        yield f"{name}: a constant in the logits", call(x + 30, y - 30), plain
-        yield f"{name}: order", call(x[rows][:, words], y[rows][:, words]), plain
-        yield f"{name}: temperature", call(3 * x, 3 * y, temperature=3.0), 9 * plain
-    same = (
-        (Divergence("js"), "js"),
-        (Divergence("js", beta=0), "forward_kl"),
-        (Divergence("js", beta=1), "reverse_kl"),
-        (Divergence("skew_kl", skew=0), "forward_kl"),
-        (Divergence("skew_reverse_kl", skew=0), "reverse_kl"),
-        (Divergence("mixed", mix=1), "forward_kl"),
-        (Divergence("mixed", mix=0), "reverse_kl"),
-        (Divergence("lk", rate=0), "forward_kl"),
-        (Divergence("adaptive_kl"), "adaptive_kl"),
-    )
-    for one, other in same:
-        yield f"{one}", loss(x, y, divergence=one), loss(x, y, divergence=other)
-    log_p = x.log_softmax(-1), y.log_softmax(-1)
-    kl = torch.nn.functional.kl_div(*log_p, reduction="batchmean", log_target=True)
-    yield "torch's kl_div", loss(x, y), kl
-    top = y.log_softmax(-1).topk(9)
-    for tail in ("bucket", "renormalise"):
-        whole = fastkd.TopK(top.indices, top.values, tail)
-        for name in ("forward_kl", "js"):
-            call = functools.partial(loss, x, divergence=name)
-            yield f"all tokens in a TopK, {tail}", call(whole), call(y)
-        few = fastkd.TopK(top.indices[:, :2], top.values[:, :2], tail)
-        padding = torch.full((4, 2), -torch.inf)
-        longer = fastkd.TopK(
-            top.indices[:, [0, 1, 0, 1]], torch.cat([few.log_probs, padding], -1), tail
-        )
-        yield f"a padded TopK, {tail}", loss(x, longer), loss(x, few)
-    match = fastkd.VocabularyMatch(torch.arange(9), words, 9, 9)
-    moved = torch.empty_like(y)
-    moved[:, words] = y
-    for unmatched in ("renormalise", "bucket", "sorted"):
-        found = loss(x, moved, vocabulary=match, unmatched=unmatched)
-        yield f"all tokens matched, {unmatched}", found, loss(x, y)
-    yield "columns beyond the vocabulary", loss(x, y[:, :7], vocabulary=5), loss(x[:, :5], y[:, :5])
-    ids = torch.eye(4)
-    yield "states and heads", linear(ids, x.T.contiguous(), ids, y.T.contiguous()), loss(x, y)
-
-
 def growing() -> dict[str, tuple]:
     def logits(masked: bool, weighted: bool) -> Iterator[tuple]:
         for n, V in ((4, 4), (5, 6), (16, 64)):
