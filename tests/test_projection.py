@@ -17,11 +17,6 @@ from tests.support.compare import assert_accurate, counted
 TRITON_FUNCTION = "layer_norm_mse"
 
 
-def skew_matrix(*shape, dtype=torch.float32, scale=1.0):
-    raw = scale * torch.randn(*shape, shape[-1], dtype=dtype)
-    return raw - raw.mT
-
-
 def randomise(module, scale=0.3):
     with torch.no_grad():
         for parameter in module.parameters():
@@ -29,22 +24,11 @@ def randomise(module, scale=0.3):
     return module
 
 
-def orthogonality_error(weight):
-    short = weight if weight.shape[0] <= weight.shape[1] else weight.mT
-    return (short @ short.mT - torch.eye(short.shape[0], dtype=weight.dtype)).abs().max().item()
-
-
-@pytest.mark.parametrize(
-    ("n", "scale"), [(1, 1.0), (2, 30.0), (17, 1e-3), (33, 30.0), (768, 0.01), (768, 10.0)]
-)
-def test_cayley_is_orthogonal(n, scale):
-    skew = skew_matrix(n, scale=scale)
-    weight = cayley(skew)
-    # An inverse errs by a rounding times the condition of I − Q.
-    condition = (1 + torch.linalg.matrix_norm(skew, 2).item() ** 2) ** 0.5 if n < 768 else 0
-    assert orthogonality_error(weight) <= max(1e-5, torch.finfo(torch.float32).eps * condition)
-    # Cayley matrices never have the eigenvalue −1, so the determinant is +1.
-    assert n == 768 or torch.linalg.det(weight.double()).item() == pytest.approx(1, abs=1e-3)
+@pytest.mark.parametrize("scale", [0.01, 10.0])
+def test_large_cayley_matrices_are_orthogonal(scale):
+    raw = scale * torch.randn(768, 768)
+    weight = cayley(raw - raw.mT)
+    assert (weight @ weight.mT - torch.eye(768)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("rows", [2, 50])

@@ -29,15 +29,6 @@ def ragged(B, N):
     return torch.arange(N) < (torch.arange(1, B + 1) * N // B)[:, None]
 
 
-def check(student, teacher, mask, backend, **options):
-    """Padding holds NaN. Triton multiplies in half precision, which rounds the value too."""
-    if mask is not None:
-        student, teacher = (x.masked_fill(~mask[..., None], torch.nan) for x in (student, teacher))
-    options["products"] = student.dtype if backend == "triton" else None
-    functions = relation_loss, relation_loss_ref
-    assert_matches_reference(*functions, backend, student, teacher, mask, **options)
-
-
 @pytest.mark.parametrize(("over", "members", "side"), every_two_meet(OVER, SIZES, (0, 1)))
 def test_rows_too_short_to_normalise(backend, over, members, side):
     """Their relations are small, not lost: eps is no larger than a hundred times σ_sσ_t.
@@ -52,33 +43,8 @@ def test_rows_too_short_to_normalise(backend, over, members, side):
     student, teacher = torch.randn(2, *shape_of(over, 2, members), 8)
     student[1, 1] = 0
     student[0, 1] *= 3e-13
-    check(student, teacher, None, backend, over=over)
-
-
-def test_large_groups(backend, device):
-    """What the general tests ask of small relations."""
-    pair = list(torch.randn(2, 2, SIZES[1], 8, device=device))
-    mask = ragged(2, SIZES[1]).to(device)
-    check(*pair, mask, backend)
-    for x in pair:
-        x[-1, 0, 2] = torch.nan
-        assert relation_loss(*pair, mask, backend=backend).isnan()
-        x[-1, 0, 2] = 1
-    for over in OVER[: 1 if backend == "triton" else 2]:
-        shape = shape_of(over, 2, SIZES[1])
-        same = torch.randn(8, device=device).expand(*shape, 8)
-        other = torch.randn(*shape, 40, device=device)
-        value, grad = value_and_grad(relation_loss, same, other, over=over, backend=backend)
-        assert value.item() == pytest.approx(1) and grad.abs().max() < 1e-3
-        usual, nothing = (
-            value_and_grad(relation_loss, other, x, over=over, backend=backend)[1].norm()
-            for x in (torch.randn(*shape, 8, device=device), same)
-        )
-        assert nothing <= 1e-5 * usual
-    student = pair[0].half().requires_grad_()
-    loss = relation_loss(student, torch.randn_like(student), backend=backend)
-    (grad,) = torch.autograd.grad(loss, student, torch.full_like(loss, torch.inf))
-    assert not grad.isfinite().all()
+    functions = relation_loss, relation_loss_ref
+    assert_matches_reference(*functions, backend, student, teacher, over=over)
 
 
 @pytest.mark.parametrize(("over", "members", "D"), every_two_meet(OVER, SIZES, (1, 3)))

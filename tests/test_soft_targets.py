@@ -1,7 +1,6 @@
 """Soft targets of logits, LM heads, top k, drafts and matched vocabularies: what only they have."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -24,12 +23,10 @@ from fastkd import (
 from fastkd._core import extension
 from fastkd.lm.divergences import NAMES
 from fastkd.lm.heads import LowRank
-from fastkd.lm.linear_soft_targets import TERMS
 from fastkd.lm.soft_targets import DIVERGENCES
 from fastkd.lm.targets import OF_WHOLE_MASS
 from tests.support.compare import (
     assert_accurate,
-    assert_matches_reference,
     counted,
     every_two_meet,
     relative_error,
@@ -161,61 +158,6 @@ def test_half_precision_is_rounded_once(divergence, dtype, labelled, adapted):
             assert x.dtype == dtype and relative_error(x, y) <= 2 * relative_error(y.to(dtype), y)
 
 
-def test_nan_stays_in_its_row(backend, device):
-    top = top_k(3, 6, 4)
-    for divergence, side, bad in itertools.product(
-        [*DIVERGENCES, *OBJECTS], (0, 1, 2), (torch.nan, INF)
-    ):
-        pair = [x.to(device) for x in make_logits(3, 6)]
-        pair[side % 2][1, 2] = bad
-        teacher = TopK(top.ids.to(device), top.log_probs.to(device)) if side == 2 else pair[1]
-        if side == 2 and bad == INF:
-            continue
-        options = dict(divergence=divergence, reduction="none", backend=backend)
-        pair[0][1] = torch.nan if side == 2 else pair[0][1]
-        found = soft_target_loss(pair[0], teacher, **options).isfinite().tolist()
-        assert found == [True, False, True], (divergence, side, bad)
-
-
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, Divergence("lk")])
-def test_chunks(divergence):
-    """More logits than a chunk of the CPU has; and than a chunk of matched tokens."""
-    student, teacher = make_logits(80, 4100, dtype=torch.float64)
-    options = dict(divergence=divergence, backend="torch")
-    found, right = both(student, teacher, **options)
-    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-13)
-    if divergence != "js":
-        return
-    heads = [x for x in make_heads(600, 4000, learns=False) if x.dim() == 2]
-    found, right = (
-        values_and_grads(loss, heads[:2], *heads[2:], divergence=divergence)
-        for loss in (linear_soft_target_loss, linear_soft_target_loss_ref)
-    )
-    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-13)
-    match = make_match(1500, 4100, 4100)
-    student, teacher = make_logits(520, 4100)
-    for unmatched in UNMATCHED:
-        found, right = both(student, teacher, vocabulary=match, unmatched=unmatched, **options)
-        torch.testing.assert_close([x.double() for x in found], [*right], rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_matched_rows_of_several_blocks(dtype):
-    """Thousands of unmatched tokens whose sorted probabilities cross, tie and underflow."""
-    match = make_match(1500, 4100, 3300)
-    student = make_logits(4, 4100, dtype=dtype)[0]
-    teacher = make_logits(4, 3300, dtype=dtype)[0]
-    student[1], teacher[1], teacher[3, :3000] = 0.0, 0.0, -INF
-    student[2] *= 20
-    functions = soft_target_loss, soft_target_loss_ref
-    for unmatched, (divergence, tau) in itertools.product(
-        UNMATCHED, (("js", 1.0), ("adaptive_kl", 20.0))
-    ):
-        options = dict(divergence=divergence, temperature=tau, unmatched=unmatched)
-        options |= dict(vocabulary=match, reduction="none")
-        assert_matches_reference(*functions, "auto", student, teacher, **options)
-
-
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
 def test_memory_of_a_match_is_that_of_one_vocabulary():
     student, teacher = torch.randn(32, 5000, requires_grad=True), torch.randn(32, 6000)
@@ -231,19 +173,6 @@ def test_memory_of_a_match_is_that_of_one_vocabulary():
 
 
 # Options of heads
-
-
-def test_soft_weight_0_computes_no_teacher_logits():
-    h, w, _, h_t, w_t = make_heads()
-    h_t[1] = torch.nan
-    options = dict(soft_weight=0.0, task=CrossEntropy(torch.randint(13, (4,))))
-    assert linear_soft_target_loss(h, w, h_t, w_t, **options).isfinite()
-    loss, every = linear_soft_target_loss(h, w, h_t, w_t, return_terms=True, **options)
-    assert loss.isfinite() and every["soft"].isnan()
-    for names in (["accuracy", "task"], ["soft"]):
-        _, terms = linear_soft_target_loss(h, w, h_t, w_t, return_terms=names, **options)
-        wanted = {name: every[name] for name in names}
-        torch.testing.assert_close(terms, wanted, equal_nan=True)
 
 
 def test_the_heads_gradient_is_allocated_once():
@@ -265,27 +194,6 @@ def test_token_ids_in_a_narrow_dtype(dtype, V):
         return [of_labels.item(), linear_soft_target_loss(hidden[:1], heads[0], top).item()]
 
     assert losses(dtype) == losses(torch.int64)
-
-
-@pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_leading_dimensions(shape):
-    h, w, b, h_t, w_t = make_heads(6)
-    head, top, rows = Head(w, b), top_k(6, 13, 3), slice(None) if shape else 2
-
-    def loss(shape, rows, tops):
-        x, y, log_probs, ids = (
-            z[rows].view(*shape, z.shape[-1]) for z in (h, h_t, top.log_probs, top.ids)
-        )
-        labels = torch.arange(6)[rows].view(shape)
-        ratio = ImportanceRatio(labels, torch.full(shape, -1.0), at_most=2.0)
-        options = dict(task=CrossEntropy(labels), reduction="none", ratio=ratio)
-        teacher = (TopK(ids, log_probs),) if tops else (y, w_t)
-        return linear_soft_target_loss(x, head, *teacher, **options)
-
-    for tops in (False, True):
-        found, flat = loss(shape, rows, tops), loss((6,), slice(None), tops)
-        assert found.shape == shape
-        torch.testing.assert_close(found.flatten(), flat[rows].flatten())
 
 
 def test_subset_of_a_head():
@@ -336,31 +244,21 @@ def test_ratios_at_the_ends():
 
 
 @pytest.mark.parametrize("runs_on", ["auto", "torch"])
-@pytest.mark.parametrize("divergence", ["adaptive_kl", *OBJECTS], ids=str)
-def test_terms_of_many_tokens(divergence, runs_on):
-    """Several blocks of the C++ pass; with rows, −inf, and two equal largest logits.
+def test_accuracy_of_many_tokens(runs_on):
+    """Several blocks of the C++ pass; with −inf, and two equal largest logits, of the first row.
 
     Products of small integers are exact in any order of their terms.
     """
-    shapes = (6, 5), (2500, 5), (3, 4), (2500, 4)
-    h, w, h_t, w_t = (torch.randint(-2, 3, shape).double() for shape in shapes)
+    h, w = (torch.randint(-2, 3, (rows, 5)).double() for rows in (6, 2500))
     w[3] = w[2000] = h.sum(0) * 9
-    labels, bias = torch.tensor([3, 2000, 7, 1500, 2499, 3]), torch.zeros(2500).double()
+    bias = torch.zeros(2500).double()
     bias[1024:1030] = -INF
-    options = dict(draft=Draft(rows=torch.tensor([2, 0, 0, 1, 2, 2])), divergence=divergence)
-    options |= dict(task=CrossEntropy(labels, 0.5), temperature=2.0, return_terms=TERMS)
-    for more in ({"reduction": "none"}, {"mask": labels != 7}):
-        found, wanted = (
-            loss(h, w, h_t, Head(w_t, bias), **options, **more)
-            for loss in (
-                functools.partial(linear_soft_target_loss, backend=runs_on),
-                linear_soft_target_loss_ref,
-            )
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-        if "mask" not in more:
-            accuracy = found[1]["accuracy"]
-            assert accuracy[[0, 5]].sum() > 0 and accuracy[1] == 0
+    head = Head(w, bias)
+    task = CrossEntropy((head.logits(h).argmax(-1) + torch.arange(6) % 2) % 2500)
+    _, terms = linear_soft_target_loss(
+        h, head, h, head, task=task, return_terms=["accuracy"], reduction="none", backend=runs_on
+    )
+    assert terms["accuracy"].tolist() == [1, 0, 1, 0, 1, 0]
 
 
 # In a graph

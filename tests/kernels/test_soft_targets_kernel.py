@@ -50,7 +50,7 @@ def test_few_launches(device, divergence):
     ("divergence", "V", "dtype"),
     every_two_meet(
         [*DIVERGENCES, fastkd.Divergence("lk"), fastkd.Divergence("skew_kl")],
-        [1, 127, 129, 1025],
+        [129, 1025],
         [torch.float32, torch.bfloat16],
     ),
 )
@@ -59,8 +59,6 @@ def test_block_edges(device, divergence, V, dtype):
     mask, functions = torch.tensor([1, 0, 1]), (soft_target_loss, soft_target_loss_ref)
     options = {"divergence": divergence, "mask": mask.to(device), "temperature": 1.7}
     assert_matches_reference(*functions, "triton", student, teacher, gradient_floor=1e-5, **options)
-    if V == 1:
-        return
     log_probs, ids = teacher.float().log_softmax(-1).topk(min(V, 40))
     top = fastkd.TopK(ids, log_probs, "bucket" if V % 4 else "renormalise")
     assert_matches_reference(*functions, "triton", student, top, gradient_floor=1e-5, **options)
@@ -120,31 +118,6 @@ def test_long_rows(device, divergence):
     plain = value_and_grad(soft_target_loss_ref, student, teacher, **options)
     for x, exact, reference in zip(found, right, plain, strict=True):
         assert_accurate(x, exact, torch.float32, reference)
-
-
-@pytest.mark.parametrize(
-    ("divergence", "dtype"),
-    every_two_meet(["forward_kl", "adaptive_kl"], [torch.float32, torch.float16, torch.bfloat16]),
-)
-def test_later_backward_passes(device, divergence, dtype):
-    """Only the last backward pass, without retain_graph, scales the saved gradient in place."""
-    student, teacher = torch.randn(2, 4, 90, device=device, dtype=dtype)
-    student, teacher = student[:, 3:].requires_grad_(), teacher[:, 3:]
-    mask = torch.tensor([1, 0, 1, 1], device=device)
-    weights = torch.tensor([0.5, 1.0, 3.0, -1.0], device=device)
-    loss = soft_target_loss(
-        student, teacher, divergence=divergence, mask=mask, weights=weights, backend="triton"
-    )
-    first, zero, third = (
-        torch.autograd.grad(loss, student, torch.tensor(factor, device=device), retain_graph=True)[
-            0
-        ]
-        for factor in (2.0, 0.0, 3.0)
-    )
-    (last,) = torch.autograd.grad(loss, student)
-    assert (zero == 0).all() and (last[1] == 0).all()
-    assert_accurate(first * 1.5, third.double(), dtype)
-    assert_accurate(last * 2, first.double(), dtype)
 
 
 def head_by_sorting(p_t):

@@ -27,7 +27,7 @@ def attention(student: Tensor, teacher: Tensor, mask: Tensor, heads: str) -> Ten
 
 
 def random_attention(draw: Draw) -> Case:
-    B, N = draw.sizes(BATCH, (8, 128), most=2**9)
+    B, N = draw.sizes(BATCH, (8, 130), most=2**9)
     B, H, layers = draw.pick([B, B, B, 0]), draw.pick([1, 2, 3]), draw.pick([1, 1, 2, 3])
     heads, reduction = draw.pick(["match", "mean"]), draw.pick(["mean", "sum", "none"])
     mask = draw.mask(B, N)
@@ -65,7 +65,7 @@ def random_attention(draw: Draw) -> Case:
         losses = [attention(x[s], x[t], mask, heads) for s, t in pairs]
         return reduced(torch.stack(losses).mean(0) * factors, mask.any(1), reduction)
 
-    return Case(call, oracle, students, teachers, scale=0.0)
+    return Case(call, oracle, students, teachers, scale=0.0, of_rows=True)
 
 
 RANDOM = {"attention": random_attention}

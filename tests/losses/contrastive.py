@@ -17,6 +17,7 @@ from tests.support.draw import (
     Case,
     Draw,
     by_norm,
+    directed,
     module_case,
     projected_slopes,
     reduced,
@@ -41,7 +42,8 @@ def cos_nce(
             )
             real = torch.ones(bank.shape[:2], dtype=torch.bool) if real is None else real
         if labels is not None:
-            other = [x != labels[i] for x in given.tolist()]
+            own = labels[i].item()  # float32 would round it
+            other = [x != own for x in given.tolist()]
             real = real & torch.tensor(other).bool()[:, None]
         positive = 1 - oracles.cosine(teacher[i], z)
         g = 1 - oracles.cosine(bank, z)  # (K, P)
@@ -78,6 +80,12 @@ def random_cos_nce(draw: Draw) -> Case:
         labels = None if "negatives_labels" not in rest else draw.labels(B)
     if labels is not None and draw.chance(0.2):  # a sample without a label is unlike all others
         labels = torch.where(draw.uniform(B) < 0.5, labels.double(), torch.nan)
+    elif labels is not None and draw.chance(0.2):  # float32 would round them
+        labels = labels + 2**24
+        if "negatives_labels" in rest:
+            rest["negatives_labels"] = (rest["negatives_labels"] + 2**24).to(
+                draw.pick([torch.int64, torch.float32])
+            )
     given = {"teacher": draw.features(B, P, D, scales=wide)} | banked
     student = draw.features(B, P, D, scales=wide)
     flat = {n: x.double() for n, x in given.items()}
@@ -106,6 +114,7 @@ def random_cos_nce(draw: Draw) -> Case:
         mask=mask,
         masked=("student", "teacher"),
         slope=by_norm,
+        of_rows=directed(student, *given.values()),
     )
 
 

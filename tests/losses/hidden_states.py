@@ -16,6 +16,7 @@ from tests.support.draw import (
     Case,
     Draw,
     by_norm,
+    directed,
     module_case,
     projected_slopes,
     reduced,
@@ -40,7 +41,7 @@ def distance(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor
 
 def random_hidden_states(draw: Draw) -> Case:
     *rows, D = draw.sizes(BATCH, LENGTH, WIDTH, most=2**17)
-    D = draw.pick([D, D, 100])
+    D = draw.pick([*[D] * 6, *[100] * 3, 1030])
     rows = draw.pick([rows, rows, [0, rows[1]], rows[1:]])
     kind, reduction = draw.pick(KINDS), draw.pick(["mean", "sum", "none"])
     beta = draw.pick([0.0, 0.3, 0.5, 1.0, 2.0])
@@ -51,6 +52,7 @@ def random_hidden_states(draw: Draw) -> Case:
         wide = (1e-18, 1e15, 1.0)
     largest = factors.abs().max().item() if factors.numel() else 1.0
     loss = draw.function("hidden_state_loss")
+    student, teacher = (draw.features(*rows, D, scales=wide) for _ in range(2))
 
     def oracle(student: Tensor, teacher: Tensor) -> Tensor:
         losses = distance(student, teacher, kind, beta).masked_fill(~mask, 0)
@@ -61,12 +63,13 @@ def random_hidden_states(draw: Draw) -> Case:
             student, teacher, mask, kind=kind, beta=beta, weights=weights, reduction=reduction
         ),
         oracle,
-        {"student": draw.features(*rows, D, scales=wide)},
-        {"teacher": draw.features(*rows, D, scales=wide)},
+        {"student": student},
+        {"teacher": teacher},
         {"mask": draw.mask_argument(mask)},
         mask=mask,
         scale=largest if kind == "cosine" else 0.0,
         slope=by_norm if kind == "cosine" else None,
+        of_rows=kind != "cosine" or directed(student, teacher),
     )
 
 

@@ -1,6 +1,7 @@
 """K nearest rows of one class: `nearest` and `class_similarity`, the oracles, and the tables."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -10,22 +11,29 @@ from torch import Tensor
 import fastkd
 from fastkd.losses import neighbours
 from tests.support import oracles
-from tests.support.draw import BATCH, LENGTH, WIDTH, Case, Draw, by_norm, module_case
+from tests.support.compare import value_and_grad
+from tests.support.draw import BATCH, KINDS, LENGTH, WIDTH, Case, Draw, by_norm, module_case
 from tests.support.subject import D_S, D_T, Subject, function_of, labels, of_module
+
+
+def of_one_label(labels, bank_labels, tolerance, ignore_index) -> Tensor:
+    """Whether row and bank row have one label, (N, M)."""
+    rows = [
+        (label == other if tolerance is None else abs(label - other) <= tolerance)
+        and ignore_index not in (label, other)
+        for label in labels.tolist()
+        for other in bank_labels.tolist()
+    ]
+    return torch.tensor(rows, dtype=torch.bool).view(len(labels), len(bank_labels))
 
 
 def nearest(student, teacher, labels, bank_labels, k, tolerance=None, ignore_index=None) -> Tensor:
     """Per row (1/D) Σ of the squared distances to its k nearest rows of the same label."""
     student, teacher = student.flatten(1), teacher.flatten(1)
-    bank_labels = bank_labels.tolist()
     losses = []
-    for x, label in zip(student, labels.tolist(), strict=True):
-        same = [
-            j
-            for j, other in enumerate(bank_labels)
-            if (label == other if tolerance is None else abs(label - other) <= tolerance)
-            and ignore_index not in (label, other)
-        ]
+    for x, same in zip(
+        student, of_one_label(labels, bank_labels, tolerance, ignore_index), strict=True
+    ):
         squares = (teacher[same] - x).square().sum(-1)  # at most the number of rows with its label
         order = squares.detach().argsort(stable=True)[:k]
         total = squares[order].sum()
@@ -45,18 +53,23 @@ def class_similarity(features: Tensor, labels: Tensor) -> Tensor:
 
 def random_knn(draw: Draw) -> Case:
     N, M, D = draw.sizes(BATCH, LENGTH, WIDTH, most=2**15, zero=True)
-    if draw.backend == "torch" and draw.chance(0.05):  # a search by blocks instead of all pairs
+    if draw.backend == "torch" and draw.chance(0.01):  # a search by blocks instead of all pairs
         N, M, D = draw.pick([(300, 700, 6), (1300, 40, 24)])
     shape = (D,) if draw.chance(0.7) else (D, draw.pick([1, 2, 5]))
     given = M != N or draw.chance(0.5)
     labels, bank_labels = draw.labels(N), draw.labels(M)
     tolerance, ignored = draw.pick([None, None, 0.5, 1]), draw.pick([-100, -100, 1])
-    kind = draw.pick(["plain", "plain", "large", "halves", "small", "bool", "real"])
+    labels, bank_labels = (x.where(draw.uniform(len(x)) < 0.8, -100) for x in (labels, bank_labels))
+    kind = draw.pick(["plain", "plain", "large", "tenths", "small", "bool", "real"])
     if kind == "large" and tolerance is not None:  # closer than float64 can distinguish
-        labels, bank_labels = labels + 2**54, bank_labels + 2**54
-    elif kind == "halves" and tolerance is not None:  # of another dtype than the students'
-        labels, bank_labels = labels / 2, (bank_labels / 2).double()
-    elif kind == "small":
+        least = draw.pick([2**53, -(2**53) - 8, 2**54, -(2**63) + 100, 2**63 - 8])
+        labels, bank_labels = labels + least, bank_labels + least
+        tolerance = draw.pick([tolerance, 2, 2**63])
+    elif kind == "tenths" and tolerance is not None:  # of another dtype than the students'
+        dtype = draw.pick([torch.float32, torch.float64])
+        labels, bank_labels = (labels + 10).to(dtype) / 10, (bank_labels + 10).double() / 10
+        tolerance = 0.1
+    elif kind == "small":  # where −100 is 156
         labels, bank_labels = labels.to(torch.uint8), bank_labels.to(torch.int32)
     elif kind == "bool" and tolerance is None:
         labels, bank_labels = labels > 0, bank_labels > 0
@@ -68,18 +81,20 @@ def random_knn(draw: Draw) -> Case:
     if not given:
         bank_labels = labels
     k, reduction = draw.pick([1, 2, 5, 16]), draw.pick(["sum", "mean", "none"])
-    real = labels != ignored
+    real = torch.tensor([label != ignored for label in labels.tolist()], dtype=torch.bool)
     weights, factors = draw.weights(real)
     wide = (1e-30, 1e19, 1.0) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
     rule = {"k": k, "tolerance": tolerance, "ignore_index": ignored}
-
-    def reduced(losses: Tensor) -> Tensor:
-        if reduction == "none":
-            return losses
-        return losses.sum() / (real.sum().clamp_min(1) if reduction == "mean" else 1)
-
-    student, teacher = (draw.features(rows, *shape, scales=wide) for rows in (N, M))
+    divisor = real.sum().clamp_min(1) if reduction == "mean" else 1
+    kinds = ("clusters",) if draw.chance(0.15) else KINDS
+    student, teacher = (draw.features(x, *shape, scales=wide, kinds=kinds) for x in (N, M))
     plain = nearest(student.double(), teacher.double(), labels, bank_labels, **rule)
+    # Sizes of the terms of value and gradient, which weights of both signs cancel.
+    terms, steps = (
+        (factors * x.nan_to_num(0, 0, 0)).abs() / divisor
+        for x in (plain, 2 * (k * plain / max(math.prod(shape), 1)).sqrt())
+    )
+    scale = float(terms.sum())
     loss = draw.function("knn_feature_loss")
     banked = bank_labels if given else None
     # A GPU's search doesn't read values.
@@ -90,14 +105,19 @@ def random_knn(draw: Draw) -> Case:
             options = {"weights": weights, "reduction": reduction, **rule}
             return loss(student, teacher, labels, banked, **options)
 
+    def oracle(student: Tensor, teacher: Tensor) -> Tensor:
+        losses = nearest(student, teacher, labels, bank_labels, **rule) * factors
+        return losses if reduction == "none" else losses.sum() / divisor
+
     return Case(
         call,
-        lambda student, teacher: reduced(
-            nearest(student, teacher, labels, bank_labels, **rule) * factors
-        ),
+        oracle,
         {"student": student},
         {"teacher": teacher},
-        scale=0.0,
+        scale=scale,
+        slope=lambda x: steps / scale,
+        roundings=0.0,  # all is computed from differences
+        of_rows=True,
         # If a loss overflows, a weight of 0 gives NaN, and a mean may be finite.
         unsure=tied(student, teacher, labels, bank_labels, **rule)
         | ((factors == 0) | (reduction != "none"))
@@ -108,9 +128,8 @@ def random_knn(draw: Draw) -> Case:
 def tied(student, teacher, labels, bank_labels, k, tolerance, ignore_index) -> Tensor:
     """Rows whose k-th neighbour is as far as an unlike row: rounding decides between them."""
     s, t = student.double().flatten(1), teacher.double().flatten(1)
-    apart = (labels.double()[:, None] - bank_labels.double()).abs()
-    far = ~(apart <= (tolerance or 0)) | (bank_labels == ignore_index)
-    d = (s[:, None] - t).square().sum(-1).masked_fill(far, torch.inf)
+    same = of_one_label(labels, bank_labels, tolerance, ignore_index)
+    d = (s[:, None] - t).square().sum(-1).masked_fill(~same, torch.inf)
     if min(d.shape) == 0 or k >= d.shape[1]:
         return torch.zeros(len(s), dtype=torch.bool)
     last, index = d.sort(-1)[0][:, k - 1 : k], d.argsort(-1)[:, k - 1]
@@ -203,10 +222,20 @@ def examples(backend: str) -> Iterator[tuple]:
 
 
 def edges(backend: str) -> Iterator[tuple]:
+    yield from edges_of_search(backend, neighbours.values_readable)
+    if backend == "torch":  # a GPU's search doesn't read values
+        yield from edges_of_search(backend, lambda x: False)
+
+
+def edges_of_search(backend: str, readable: Callable[[Tensor], bool]) -> Iterator[tuple]:
     def loss(bank: Tensor, own: Tensor, others: Tensor | None, **options) -> Callable:
-        call = function_of("knn_feature_loss", backend)
         given = {"teacher": bank, "student_labels": own, "teacher_labels": others}
-        return functools.partial(call, **given, **options)
+
+        def call(student: Tensor) -> Tensor:
+            with mock.patch.object(neighbours, "values_readable", readable):
+                return function_of("knn_feature_loss", backend)(student, **given, **options)
+
+        return call
 
     # Of equally near rows the one with the lower index, in any order of the labels.
     bank, zeros = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]]), torch.zeros
@@ -236,6 +265,36 @@ def edges(backend: str) -> Iterator[tuple]:
             call = loss(holed, own, others, k=3, reduction=reduction)
             if backend != "reference" or "NaN" not in name:
                 yield f"{name}, {reduction}", call, student, 0.0, 0.0, 0.0
+    # NaN and inf reach the rows of their label alone.
+    rows, bank = torch.randn(6, 5), torch.randn(20, 5)
+    own, others = torch.tensor([0, 1, 2, 0, 1, 3]), torch.arange(20) % 3
+    losses = loss(bank, own, others, k=2, reduction="none")(rows.requires_grad_())
+    clean = torch.autograd.grad(losses.sum(), rows)[0]
+    lost = torch.tensor([False, True, False, True, True, False])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        student, teacher = rows.detach().clone(), bank.clone()
+        student[3, 0] = teacher[4, 2] = bad
+        value = losses.detach().masked_fill(lost, torch.nan)
+        gradient = clean.masked_fill(lost[:, None], torch.nan)
+        call = loss(teacher, own, others, k=2, reduction="none")
+        yield f"{bad} in two rows", call, student, value, gradient
+    # More rows than candidates, apart by less than the rounding error of a product.
+    if backend != "triton":  # whose test of near duplicates is smaller
+        centres = 30 * torch.randn(4, 64)
+        near = [centres.repeat(n, 1) + 1e-4 * torch.randn(4 * n, 64) for n in (15, 80)]
+        wanted = value_and_grad(nearest, *(x.double() for x in near), zeros(60), zeros(320), 1)
+        call = loss(near[1], zeros(60), zeros(320), reduction="none")
+        yield "near duplicates", call, near[0], *wanted, 0.0
+    # A far row of the bank costs the others no digits.
+    far, zero = torch.randn(20, 5), (zeros(6), zeros(20))
+    far[3] = 1e19
+    wanted = value_and_grad(nearest, rows.double(), far.double(), *zero, 2)
+    yield "a far row", loss(far, *zero, k=2, reduction="none"), rows, *wanted
+    # Products beyond float64, whose differences are not.
+    if backend == "torch":
+        student = torch.tensor([[1e200], [-1e200]], dtype=torch.float64)
+        call = loss(torch.cat([1.5 * student[1:], student]), zeros(2), zeros(3))
+        yield "products beyond float64", call, student, 0.0, 0.0
     # The mean of two losses whose sum is beyond float32.
     huge = loss(torch.full((2, 400), 1.7e19), torch.arange(2), None, reduction="mean")
     yield "squares beyond float32", huge, zeros(2, 400), 1.7e19**2, -1.7e19 / 400

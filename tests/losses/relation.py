@@ -42,7 +42,7 @@ def relation(
             log_s, log_t = (torch.log_softmax(R.flatten() / temperature, 0) for R in (R_s, R_t))
             losses.append(temperature**2 * (log_t.exp() * (log_t - log_s)).sum())
     if not losses:
-        return student.sum() * 0
+        return (student * 0).nan_to_num().sum()
     return (torch.stack(losses) * torch.stack(weights)).mean()
 
 
@@ -70,6 +70,11 @@ def unpacked(x: Tensor, segments: Tensor) -> Tensor:
     """Documents of ``x`` (B, N, ...) in rows of their own, padded with zeros."""
     found = documents(x, segments)
     return pad_sequence(found, batch_first=True) if found else x[:, :0]
+
+
+def by_length(x: Tensor) -> Tensor:
+    """`by_norm` of rows that `F.normalize` divides by 1e-12 at least."""
+    return 1 / x.norm(dim=-1).clamp_min(1e-12)
 
 
 def random_relation(draw: Draw) -> Case:
@@ -127,9 +132,13 @@ def random_relation(draw: Draw) -> Case:
         scale={"mse": size**2, "kl": size * options["temperature"]}.get(options["distance"], 1.0),
         mask=mask,
         roundings=3 * ROUNDINGS,  # equal rows amplify them by up to 1/eps
-        slope={"softmax": lambda x: x.new_ones(x.shape[:-1]), "none": None}.get(
-            options["normalize"], by_norm
-        ),
+        slope={
+            "softmax": lambda x: x.new_ones(x.shape[:-1]),
+            "none": None,
+            "layer_norm": by_norm,
+            "l2": by_length,
+        }[options["normalize"]],
+        of_rows=True,
         products=draw.dtype if kernels and draw.dtype != torch.float32 else None,
     )
 
@@ -172,7 +181,7 @@ def random_fcd(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         mask=mask,
         roundings=3 * ROUNDINGS,  # as for `relation`
-        slope=by_norm,
+        slope=by_length if rest["normalize"] == "l2" else by_norm,
         scale=rest["temperature"] if rest["distance"] == "kl" else 1.0,
         products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
     )

@@ -102,7 +102,7 @@ def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperatur
     for z, ids in zip((student, teacher), zip(*pairs, strict=True), strict=True):
         log_p = (z / temperature).log_softmax(-1)
         logs.append(log_p[:, list(ids)])
-        rest.append(log_p[:, [i for i in range(z.shape[-1]) if i not in ids]])
+        rest.append(log_p[:, sorted({*range(z.shape[-1])}.difference(ids))])
     if unmatched == "renormalise":
         logs = [x.log_softmax(-1) for x in logs]
     else:
@@ -181,7 +181,7 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
 
 
-VOCABULARIES = (2, 3, 17, 17, 64, 64, 1100)  # the last of more than a kernel's block
+VOCABULARIES = (2, 3, *(17, 64) * 6, 1100, 4100)  # the last of more than a kernel's block
 OF_OVERLAP = ("total_variation", "negative_log_acceptance", "lk")
 
 
@@ -202,7 +202,8 @@ def random_soft_targets(draw: Draw) -> Case:
         kinds = torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64
         denominator = draw.pick([3, 2.5, *(torch.tensor(7, dtype=kind) for kind in kinds)])
     mask = draw.mask(*shape)
-    student, teacher = (draw.features(*shape, V, scales=(0.01, 100.0)) for _ in range(2))
+    extra = draw.pick([0] * 5 + [3])  # columns beyond the vocabulary
+    student, teacher = (draw.features(*shape, V + i * extra, scales=(0.01, 100.0)) for i in (1, 2))
     if draw.chance(0.1):
         teacher = teacher.round()  # many equal tokens
     if draw.chance(0.2) and V > 2:  # entries that are invalid for both distributions, or for one
@@ -218,7 +219,9 @@ def random_soft_targets(draw: Draw) -> Case:
         count = mask.sum().clamp_min(1) if denominator is None else denominator
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        sides = (torch.where(mask[..., None], z, 0) for z in (student_logits, teacher_logits))
+        sides = (
+            torch.where(mask[..., None], z[..., :V], 0) for z in (student_logits, teacher_logits)
+        )
         rows = soft_targets(*sides, **options, working=working) * factors
         rows = torch.where(mask, rows, 0)
         return rows if reduction == "none" else rows.sum() / count
@@ -226,17 +229,22 @@ def random_soft_targets(draw: Draw) -> Case:
     common = {**options, "reduction": reduction, "scale_by_t2": t2}
     rest = {"denominator": denominator, "weights": weights}
     call = functools.partial(draw.function("soft_target_loss"), **common, **rest)
-    if draw.backend != "reference" and draw.chance(0.5):
+    if extra:
+        call = functools.partial(call, vocabulary=V)
+    elif draw.backend != "reference" and draw.chance(0.5):
         call = functools.partial(draw.module(fastkd.SoftTargetLoss, **common), **rest)
-    unsure = nearly_held(student, teacher, options["temperature"], working)
+    student_rows, teacher_rows = student[..., :V], teacher[..., :V]
+    unsure = nearly_held(student_rows, teacher_rows, options["temperature"], working)
     if getattr(options["divergence"], "name", "") == "negative_log_acceptance":
         # A sum of probabilities that are subnormal may be 0, and its logarithm infinite.
-        both = [(z.double() / options["temperature"]).softmax(-1) for z in (student, teacher)]
+        both = [
+            (z.double() / options["temperature"]).softmax(-1) for z in (student_rows, teacher_rows)
+        ]
         unsure |= torch.minimum(*both).sum(-1) < V * torch.finfo(working).tiny
     if draw.backend == "reference" and (teacher == -torch.inf).any():
         # Of an infinite loss autograd makes 0·∞ of a probability of 0.
-        never = (student / options["temperature"]).softmax(-1) == 0
-        exact = soft_targets(student.double(), teacher.double(), **options, working=working)
+        never = (student_rows / options["temperature"]).softmax(-1) == 0
+        exact = soft_targets(student_rows, teacher_rows, **options, working=working)
         unsure |= never.any(-1) & exact.isinf()
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
     largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
@@ -250,9 +258,12 @@ def random_soft_targets(draw: Draw) -> Case:
         scale=factor * largest * most,
         mask=mask,
         slope=lambda x: (
-            gradient_terms(x, teacher.double(), working, **options) * mask / (largest * count)
+            gradient_terms(x[..., :V], teacher_rows.double(), working, **options)
+            * mask
+            / (largest * count)
         ),
         unsure=unsure & mask,
+        of_rows=True,
     )
 
 
@@ -444,15 +455,18 @@ def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, na
 
 def terms_at_1(
     student: Tensor, teacher: Tensor, ids: Tensor, labels: Tensor, mass: str
-) -> tuple[Tensor, Tensor]:
-    """Sums of a row's terms of `TERMS_OF_DRAFTS` at temperature 1: the teacher's, the student's."""
+) -> dict[str, Tensor]:
+    """A row's terms at temperature 1."""
     whole = teacher if mass == "whole" else teacher[:, ids]
     log_s, log_t = student.log_softmax(-1), whole.log_softmax(-1)
     entropy = -(log_t.exp() * log_t).sum(-1)
     log_t = log_t[:, ids] if mass == "whole" else log_t
     distance = ((log_t.exp() - log_s.exp()).abs().sum(-1) + 1 - log_t.exp().sum(-1)) / 2
     of_s, of_t = (x.gather(-1, labels[:, None])[:, 0] for x in (log_s, log_t))
-    return (entropy + distance + of_t).detach(), (of_s - (log_s.exp() * log_s).sum(-1)).detach()
+    return {
+        "entropy": -(log_s.exp() * log_s).sum(-1), "log_prob": of_s, "teacher_entropy": entropy,
+        "total_variation": distance, "teacher_log_prob": of_t,
+    }  # fmt: skip
 
 
 STUDENT_TERMS = ("soft", "task", "entropy", "log_prob")
@@ -524,7 +538,8 @@ class RandomHeads:
         self.counted = self.mask & has_label if self.task else self.mask
         self.terms: tuple[str, ...] = ()
         if self.task and not alone and draw.chance(0.4):
-            self.terms = *STUDENT_TERMS, *self.teacher.terms
+            every = [*STUDENT_TERMS, *self.teacher.terms]
+            self.terms = tuple(draw.random.sample(every, draw.pick([1, 2, len(every)])))
         self.adapted, self.with_ratio = not alone and draw.chance(0.2), draw.chance(0.3)
         self.weights = draw.normal(R) if draw.chance(0.4) else None
         self.old, self.at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
@@ -537,8 +552,15 @@ class RandomHeads:
         if self.reduction == "batchmean" and draw.chance(0.2):
             self.options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
         # What nobody may read where nothing counts; a reference multiplies it by 0.
-        nothing = torch.zeros(R).bool() if draw.backend == "reference" else ~self.counted
-        self.junk = nothing | (~self.has_soft & (draw.backend != "reference"))
+        self.junk = ~(self.counted & self.has_soft)
+        if draw.backend == "reference":
+            self.junk = torch.zeros(R).bool()
+        read = self.soft_weight or self.terms or draw.backend == "reference"
+        self.unread = self.junk if read else torch.ones(R).bool()
+        self.lead = (R,) if self.rows is not None else draw.pick([(R,), (1, R), *[()] * (R == 1)])
+        if self.task:
+            rest = {"labels": self.led(task.labels), "weights": self.led(task.weights)}
+            self.task = dataclasses.replace(task, **rest)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = self.scale * (self.product(hidden, weight) + bias)
@@ -559,14 +581,18 @@ class RandomHeads:
             log_q = student.detach().log_softmax(-1).gather(-1, self.labels[:, None])[:, 0]
             soft = soft * (log_q - self.old).exp().clamp(max=self.at_most)
         soft = torch.where(self.has_soft, soft, 0)
-        losses = self.soft_weight * soft
+        losses = self.soft_weight * soft if self.soft_weight else torch.zeros_like(soft)
         if self.task:
             losses = losses + 0.7 * self.of_labels(student)
         if self.terms:
             known = teacher if of.terms else student[:, :1].expand(self.R, len(of.ids))
             terms = terms_at_1(student, known, of.ids, self.labels, of.kind)
-            losses = losses + (soft + self.of_labels(student)).detach() + terms[1]
-            losses = losses + torch.where(self.has_soft, terms[0], 0) * bool(of.terms)
+            terms |= {"soft": soft, "task": self.of_labels(student)}
+            for name in self.terms:
+                term = terms[name].detach()
+                losses = losses + (
+                    torch.where(self.has_soft, term, 0) if name in TEACHER_TERMS else term
+                )
         losses = torch.where(self.counted, losses, 0)
         if self.reduction == "none":
             return losses
@@ -577,28 +603,32 @@ class RandomHeads:
         student.low_rank = (LowRank(x["down"], x["up"], 1.7),) if self.adapted else ()
         teacher: tuple[Any, ...] = ()
         if self.teacher.kind == "top k":
-            teacher = (self.teacher.top,)
+            top = self.teacher.top
+            teacher = (fastkd.TopK(self.led(top.ids), self.led(top.log_probs), top.tail),)
         else:
             hidden = x["teacher_hidden"]
             if self.rows is None:
-                hidden = hidden.masked_fill(self.junk[:, None], torch.nan)
+                hidden = hidden.masked_fill(self.unread[:, None], torch.nan)
             head = fastkd.Head(x["teacher_head"], x["teacher_bias"], self.scale, self.cap)
-            teacher = hidden, head
-        labels, old = (
-            self.labels.masked_fill(self.junk, 9999),
-            self.old.masked_fill(self.junk, torch.nan),
-        )
-        weights = (
-            self.weights if self.weights is None else self.weights.masked_fill(self.junk, torch.nan)
+            teacher = self.led(hidden), head
+        labels, old, weights = (
+            None if y is None else self.led(y.masked_fill(self.junk, junk))
+            for y, junk in ((self.labels, 9999), (self.old, torch.nan), (self.weights, torch.nan))
         )
         ratio = fastkd.ImportanceRatio(labels, old, at_most=self.at_most)
         found = loss(
-            x["student_hidden"], student, *teacher, mask=mask, weights=weights, task=self.task,
-            ratio=ratio if self.with_ratio else None, return_terms=self.terms or False,
-            draft=self.teacher.draft(rows=self.rows, soft_mask=self.soft_mask),
+            self.led(x["student_hidden"]), student, *teacher, mask=self.led(mask), weights=weights,
+            task=self.task, ratio=ratio if self.with_ratio else None,
+            return_terms=self.terms or False,
+            draft=self.teacher.draft(rows=self.rows, soft_mask=self.led(self.soft_mask)),
             divergence=self.teacher.divergence, **self.teacher.options, **self.options,
         )  # fmt: skip
-        return found[0] + sum(found[1].values()) if self.terms else found
+        found = found[0] + sum(found[1].values()) if self.terms else found
+        return found.view(self.R) if self.reduction == "none" else found
+
+    def led(self, x: Tensor | None) -> Tensor | None:
+        """``x`` (R, ...) with the call's leading dimensions."""
+        return x if x is None or len(self.lead) == 1 else x.reshape((*self.lead, *x.shape[1:]))
 
 
 def random_heads(draw: Draw) -> Case:

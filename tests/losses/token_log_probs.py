@@ -84,8 +84,9 @@ def random_log_probs(draw: Draw) -> Case:
         }
 
     return Case(
-        call, oracle, learning, scale=size, parameter_slopes=slopes, autocast=draw.chance(0.3)
-    )
+        call, oracle, learning, scale=size, parameter_slopes=slopes, autocast=draw.chance(0.3),
+        of_rows=True,
+    )  # fmt: skip
 
 
 RANDOM = {"log_probs": random_log_probs}

@@ -1,11 +1,13 @@
 """Random calls as users have them: sizes, dtypes, layouts, masks and labels drawn from a seed."""
 
+import contextlib
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +28,29 @@ MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", 
 # Where the random calls of a run begin: elsewhere in each, or where the commit says, as in .ci/run.
 FIRST = int(os.environ.get("FASTKD_TEST_SEED") or random.SystemRandom().randrange(2**31))
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
+# What decides how large work is divided, and what it is in some calls, so that small work is too.
+DIVIDING: dict[str, Any] = {
+    "fastkd._core.fallback._chunks": lambda x, entries: max(len(x) // 3, 1),
+    "fastkd._core.products.TILE_ENTRIES": (40, 40),
+    "fastkd._core.products.LEAST_BLOCKED": 4,
+    "fastkd.lm.linear_soft_targets.TILE_ROWS": 4,
+    "fastkd.lm.row_losses.CHUNK_LOGITS": 40,
+    "fastkd.losses.cos_nce.BLOCK_ELEMENTS": 40,
+    "fastkd.losses.neighbours.BLOCK_ELEMENTS": 40,
+    "fastkd.losses.neighbours.MAX_BLOCK_ROWS": 8,
+    "fastkd.losses.neighbours.MIN_ROWS_TO_CENTRE": 1,
+    "fastkd.losses.neighbours.PAIR_ELEMENTS": 20,
+    "fastkd.losses.neighbours.PRODUCT_FEATURES": 4,
+    "fastkd.losses.neighbours.ROWS_OF_OWN": 3,
+    "fastkd.losses.neighbours.SMALL_PROBLEM": 0,
+    "fastkd.kernels.contrastive.ROWS_PER_SUM": 16,
+    "fastkd.kernels.knn.BANK_TO_SORT": 1,
+    "fastkd.kernels.knn.FAR_APART": 1,
+    "fastkd.kernels.knn.FEATURES_TO_SPLIT": 8,
+    "fastkd.kernels.knn.MOST_BYTES_TO_COPY": 0,
+    "fastkd.kernels.knn.PROGRAMS": 2,
+    "fastkd.kernels.knn.ROWS_TO_SORT": 1,
+}
 
 
 @dataclass
@@ -58,11 +83,17 @@ class Case:
     unsure: Tensor | None = None
     # Argument that sets the result's dtype; all others have the working dtype.
     like: str | None = None
+    of_rows: bool = False  # NaN in an input reaches the results that it reaches in the oracle
 
 
 def by_norm(x: Tensor) -> Tensor:
     norm = x.norm(dim=-1)
     return torch.where(norm == 0, 0, 1 / torch.where(norm == 0, 1, norm))
+
+
+def directed(*features: Tensor) -> bool:
+    """Whether no row is zero: beside one, a backend's cosine of NaN may be 0."""
+    return all(bool((x != 0).any(-1).all()) for x in features)
 
 
 def projected_slopes(
@@ -88,6 +119,18 @@ class Draw:
         types = types if backend == "triton" else [*types, torch.float64]
         self.dtype = torch.float64 if backend == "reference" else self.pick(types)
         self.drawn: list[Tensor] = []  # features, in float64
+        self.centres: dict[int, Tensor] = {}  # of clusters, by number of features
+
+    @contextlib.contextmanager
+    def dividing(self) -> Iterator[None]:
+        """Context of the call, in which some work is divided."""
+        with contextlib.ExitStack() as changed:
+            if self.chance(0.25):
+                for place, value in DIVIDING.items():
+                    kernels = place.startswith("fastkd.kernels.")
+                    if self.chance(0.5) and (self.backend == "triton" or not kernels):
+                        changed.enter_context(mock.patch(place, value))
+            yield
 
     def function(self, name: str) -> Callable[..., Tensor]:
         """A public function on the draw's backend."""
@@ -178,6 +221,10 @@ class Draw:
                     torch.randint(len(scales), (*shape[:-1], 1), generator=self.generator)
                 ]
             )
+        elif kind == "clusters":  # near duplicates of distant rows
+            centres = self.centres.setdefault(shape[-1], 30 * self.normal(4, shape[-1]))
+            chosen = torch.randint(4, shape[:-1], generator=self.generator)
+            x = centres[chosen] + self.pick([1e-4, 1e-10]) * x
         elif kind == "near" and alike:  # the same layer of another step
             x = self.pick(alike) + self.pick([0.1, 1e-2]) * x
         self.drawn.append(x)
