@@ -352,7 +352,8 @@ class Step:
             both = torch.stack([x.labels for x in texts])
             ends = torch.tensor([len(x.ids) for x in texts])[:, None]  # no token of the text
             both = torch.where(both == 99, ends, both)
-            both = torch.where(both < 0, both, both + starts[:, None])
+            kept = both <= 0 if self.chance(0.3) else both < 0  # a row's first place is its 0, too
+            both = torch.where(kept, both, both + starts[:, None])
             data |= {"start_positions": both[:, 0], "end_positions": both[:, 1]}
         elif texts[0].labels is not None and self.per_token:
             size = max(len(x.labels) for x in texts) if written else length
