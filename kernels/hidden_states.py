@@ -128,7 +128,8 @@ def hidden_states_kernel(
             d = a - rounded(_tile(t_rows, first, real, D, BLOCK_D) * of_t[:, None])
             total += d * d
         losses = tl.sum(total, axis=1) / 2
-        losses = tl.where((of_s == 0.0) | (of_t == 0.0), 1.0, losses)
+        known = of_s + of_t == of_s + of_t  # NaN beside a zero row stays NaN
+        losses = tl.where(((of_s == 0.0) | (of_t == 0.0)) & known, 1.0, losses)
         if gradient != 0:
             factor = tl.where(of_t == 0.0, 0.0, factor * of_s)
             for first in range(0, D, BLOCK_D):

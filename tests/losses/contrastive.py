@@ -17,7 +17,6 @@ from tests.support.draw import (
     Case,
     Draw,
     by_norm,
-    directed,
     module_case,
     projected_slopes,
     reduced,
@@ -114,7 +113,7 @@ def random_cos_nce(draw: Draw) -> Case:
         mask=mask,
         masked=("student", "teacher"),
         slope=by_norm,
-        of_rows=directed(student, *given.values()),
+        of_rows=True,
     )
 
 

@@ -91,11 +91,6 @@ def by_norm(x: Tensor) -> Tensor:
     return torch.where(norm == 0, 0, 1 / torch.where(norm == 0, 1, norm))
 
 
-def directed(*features: Tensor) -> bool:
-    """Whether no row is zero: beside one, a backend's cosine of NaN may be 0."""
-    return all(bool((x != 0).any(-1).all()) for x in features)
-
-
 def projected_slopes(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[float, float]:

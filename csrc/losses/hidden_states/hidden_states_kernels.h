@@ -42,11 +42,11 @@ FASTKD_KERNEL bool smooth_l1(const W* x, const W* y, int64_t D, double beta, dou
 }
 
 // 1 − x̂·ŷ = ½‖x̂ − ŷ‖², which does not cancel where the rows are nearly parallel; 1 if either row
-// is zero. Its gradient is (x̂ − ŷ − loss·x̂)/‖x‖.
+// is zero and the other finite. Its gradient is (x̂ − ŷ − loss·x̂)/‖x‖.
 template <typename W>
 FASTKD_KERNEL void cosine(const W* x, const W* y, int64_t D, double of_x, double of_y, double scale,
                           double* loss, W* dx) {
-  const bool is_zero = of_x == 0 || of_y == 0;
+  const bool is_zero = (of_x == 0 || of_y == 0) && !std::isnan(of_x + of_y);
   // x̂ − ŷ = (x − y‖x‖/‖y‖)/‖x‖: exactly 0 for parallel rows, also where products are fused.
   const W by_x = W(of_x), ratio = is_zero ? W(0) : W(of_y / of_x);
   const double total = sums_of<W, 1>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
