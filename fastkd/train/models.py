@@ -414,9 +414,9 @@ METHODS = {
 
 
 def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
-    """The method for ``task``; for a user's own that of the kind it derives from, or of its head's.
+    """The method for ``task``; ``own_tokens``: the tokenizer is the student's own.
 
-    ``own_tokens``: the tokenizer is the student's own.
+    A user's task has the method of the task that it derives from, else of one with the same head.
     """
     own = task if isinstance(task, type) else type(task)
     bases = [base for base in own.__mro__ if issubclass(base, Task) and base is not Task]

@@ -28,7 +28,7 @@ MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", 
 # Where the random calls of a run begin: elsewhere in each, or where the commit says, as in .ci/run.
 FIRST = int(os.environ.get("FASTKD_TEST_SEED") or random.SystemRandom().randrange(2**31))
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
-# What decides how large work is divided, and what it is in some calls, so that small work is too.
+# Sizes from which on work is divided, and smaller ones for some calls, whose work is small.
 DIVIDING: dict[str, Any] = {
     "fastkd._core.fallback._chunks": lambda x, entries: max(len(x) // 3, 1),
     "fastkd._core.products.TILE_ENTRIES": (40, 40),

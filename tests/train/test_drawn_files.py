@@ -87,7 +87,7 @@ def broken(rng, kind, row, text):
         lines = [json.dumps(x, ensure_ascii=False) for x in lines]
         return rng.choice([*lines, lines[0][:-1], "[1]", "5", "null", "word", "[" * 100_000])
     changes = [("label", ""), ("label", "nan"), ("label", "NULL"), *((text, x) for x in empty)]
-    if "\n" not in "".join(map(str, row.values())):  # whose line is that of the row
+    if "\n" not in "".join(map(str, row.values())):  # the error names a line
         changes.append((text, "\udcfc"))
     rows = [[*{**row, name: x}.values()] for name, x in changes]
     return rng.choice([*rows, [*row.values()][:-1], [*row.values(), "wide"]])
