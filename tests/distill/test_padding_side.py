@@ -9,7 +9,7 @@ from fastkd.distill import FCD, MC3KD, Distiller, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
 from fastkd.models.batch import pad_right, rotate
-from tests.distill.models import batch, pair
+from tests.distill.models import batch, exact, pair
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 
@@ -99,3 +99,19 @@ def test_a_head_that_reads_the_last_position_keeps_its_side():
     left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
     inputs = {name: x for name, x in left.items() if name != "labels"}
     torch.testing.assert_close(distiller(**left).logits, student(**inputs).logits)
+
+
+def test_a_teachers_first_token_is_not_compared():
+    """No head predicts it, wherever padding moves it; the student reads a token before it."""
+    distiller, found = exact("soft_targets", "language model"), []
+    ids, spans = torch.randint(5, 60, (2, 6)), torch.arange(-1, 5).expand(2, 6)
+    for pads in (0, 3):
+        own = torch.nn.functional.pad(ids[:, 1:], (pads, 0))
+        numbers = torch.nn.functional.pad(spans[:, 1:], (pads, 0), value=-1)
+        mask = torch.nn.functional.pad(torch.ones(2, 5).long(), (pads, 0))
+        rows = {
+            "input_ids": ids, "labels": ids, "student_spans": spans, "teacher_spans": numbers,
+            "teacher_input_ids": own, "teacher_attention_mask": mask,
+        }  # fmt: skip
+        found.append((distiller(**rows).loss, distiller.count_items(rows)))
+    torch.testing.assert_close(found[1], found[0])
