@@ -58,11 +58,12 @@ def test_compile(loss):
     assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
 
 
+# The first of each row; the others in `make test-all`.
 GROWING = [
-    pytest.param(file, name, id=f"{row}: {name}")
+    pytest.param(file, name, id=f"{row}: {name}", marks=[pytest.mark.thorough] * bool(place))
     for row, file in FILES.items()
     if hasattr(file, "growing")
-    for name in file.growing()
+    for place, name in enumerate(file.growing())
 ]
 
 

@@ -65,7 +65,7 @@ def imported(module: str, types: bool = False) -> Iterator[str]:
     left: list[ast.AST] = [parsed(path)]
     while left:
         node = left.pop()
-        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         # Expressions have no imports, and most nodes are expressions.
         left += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]

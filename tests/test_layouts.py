@@ -23,20 +23,10 @@ from tests.support.every import (
 from tests.support.subject import B, N
 
 
-@every_loss
-def test_dtypes(loss):
-    """takes bf16, fp16, fp32 or fp64 and sums in fp32 or better"""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        if dtype == torch.float64:
-            if loss.runs_on == "triton":
-                with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-                    loss.double()(*features(dtype), padding())
-                continue
-            loss.double()
-        value, gradient = value_and_gradient(loss, *features(dtype), padding())
-        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert gradient.dtype == dtype
-        assert value.isfinite() and gradient.isfinite().all(), dtype
+@pytest.mark.parametrize("loss", parameters("triton"), indirect=True)
+def test_float64_is_left_to_pytorch(loss):
+    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
+        loss.double()(*features(torch.float64), padding())
 
 
 @every_loss_with_mask
@@ -89,42 +79,9 @@ def test_a_mask_without_a_real_token_in_a_graph():
 @every_loss
 def test_autocast(loss, wanted):
     """autocast"""
-    for inside in (False, True):
-        student, teacher = features()
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            value = loss(student, teacher, padding())
-            if inside:
-                value.backward()
-        if not inside:
-            value.backward()
-        assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
-
-
-@every_loss
-def test_same_bits(loss, wanted):
-    """the same bits on every run"""
-    found = value_and_gradient(loss, *features(), padding())
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = value_and_gradient(loss, *features(), padding())
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    with torch.no_grad():  # and without gradients
-        assert torch.equal(loss(*features(), padding()), wanted[0])
-
-
-# Of the student and of the teacher.
-STRIDES = (
-    (lambda x: x.mT.contiguous().mT, lambda x: x.repeat_interleave(2, -1)[..., ::2]),
-    (lambda x: x[:, :1].expand_as(x), lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
-)
-
-
-@every_loss
-def test_strides(loss):
-    """contiguous or not"""
-    for of_student, of_teacher in STRIDES:
-        student, teacher = (x.detach() for x in features())
-        strided = of_student(student), of_teacher(teacher), padding().mT.contiguous().mT
-        found = value_and_gradient(loss, *strided)
-        wanted = value_and_gradient(loss, *(x.contiguous() for x in strided))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @every_loss
@@ -139,13 +96,13 @@ def test_teacher_of_inference_mode(loss, wanted):
 
 @every_loss
 def test_default_device(loss, wanted):
-    """What a loss allocates is on its features' device."""
-    student, teacher = features()
-    mask = padding()
-    with torch.device("meta"):
-        value = loss(student, teacher, mask)
-        value.backward()
-    assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
+    """the same bits on every run"""
+    given = *features(), padding()
+    with torch.device("meta"):  # what a loss allocates is on its features' device
+        found = value_and_gradient(loss, *given)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with torch.no_grad():
+        assert torch.equal(loss(*given), wanted[0])
 
 
 @every_loss
@@ -165,8 +122,10 @@ def test_meta_device_returns_shapes(loss):
         assert student.grad.is_meta and student.grad.shape == student.shape
 
 
-# Sentences of the README that no file of these tests.
+# Sentences of the README that no test here is about; random calls have all dtypes and layouts.
 ELSEWHERE = {
+    "takes bf16, fp16, fp32 or fp64 and sums in fp32 or better": "tests/fuzz.py",
+    "contiguous or not": "tests/support/draw.py",
     "never synchronises a GPU with the host": "tests/test_dry_cuda.py",
     "except CCA with top_k or ridge=0": "tests/test_dry_cuda.py",
 }

@@ -1,7 +1,5 @@
 """The C++ operators called directly, as exported and compiled graphs call them."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,11 +7,11 @@ import pytest
 import torch
 
 from fastkd._core import extension
+from tests.distill.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not extension.CPU or torch.cuda.is_available(), reason="needs the extension, on the CPU"
 )
-ROOT = Path(__file__).resolve().parent.parent
 OPS = torch.ops.fastkd_cpp
 
 x = torch.randn(6, 5)
@@ -176,28 +174,24 @@ def test_indices_out_of_range_are_refused():
         OPS.cross_entropy(x, labels % 5, x.clone(), None, 0.0, 0.0)
 
 
-def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_out_of_memory_on_a_thread_raises_memory_error():
+def test_out_of_memory_on_a_thread_raises_memory_error(tmp_path):
     """The exception's type and text leave the parallel region."""
-    code = """
-import resource, torch
-from fastkd._core import extension
-x = torch.randn(1, 20_000, 1)
-torch.ops.fastkd_cpp.relation_terms(x[:, :2], x[:, :2], None, None, 1.0, 0.0, 1e-8, False)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, -1))
-try:
-    torch.ops.fastkd_cpp.relation_terms(x, x, None, None, 1.0, 0.0, 1e-8, False)
-except MemoryError as error:
-    print("MemoryError", error)
-"""
-    assert run(code) == "MemoryError std::bad_alloc\n"
+    run_ranks(_out_of_memory, 1, tmp_path)
+
+
+def _out_of_memory(rank: int) -> None:
+    import resource  # of Unix
+
+    torch.set_num_threads(2)
+    x = torch.randn(1, 20_000, 1)
+    given = None, None, 1.0, 0.0, 1e-8, False
+    OPS.relation_terms(x[:, :2], x[:, :2], *given)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, before[1]))
+    try:
+        with pytest.raises(MemoryError, match="std::bad_alloc"):
+            OPS.relation_terms(x, x, *given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

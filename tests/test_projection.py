@@ -1,8 +1,5 @@
 """Cayley matrices, orthogonal projections and LRKD's dual projection loss."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +9,7 @@ from fastkd.losses.projection import (
     cayley,
     layer_norm_mse,
 )
+from tests.distill.processes import run_ranks
 from tests.support.compare import assert_accurate, counted
 
 TRITON_FUNCTION = "layer_norm_mse"
@@ -62,23 +60,20 @@ def test_projection_under_other_default_dtypes_and_devices(orthogonal):
         assert torch.equal(made.weight, torch.eye(3, 5))
 
 
-def test_factors_are_right_after_set_num_threads():
-    # In a process of its own: batched LU factors from MKL then come out wrong from n = 384 on.
-    code = """
-import torch, fastkd
-torch.set_num_threads(2)
-torch.manual_seed(0)
-raw = torch.randn(4, 384, 384) / 100
-w = fastkd.cayley(raw - raw.mT)
-print((w.mT @ w - torch.eye(384)).abs().max().item() < 1e-5)
-projection = fastkd.OrthogonalProjection(384, 384)
-projection.raw.data.copy_(raw[:2])
-x = torch.randn(5, 384)
-print(torch.allclose(projection(x), x @ projection.weight, atol=1e-4))
-fastkd.DualProjectionLoss(384, 384)(x, x.flip(0)).backward()
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["True", "True"]
+def test_factors_are_right_after_set_num_threads(tmp_path):
+    """In a process of its own: batched LU factors from MKL then come out wrong from 384 rows on."""
+    run_ranks(_factors_of_two_threads, 1, tmp_path)
+
+
+def _factors_of_two_threads(rank: int) -> None:
+    torch.set_num_threads(2)
+    raw = torch.randn(4, 384, 384) / 100
+    w = cayley(raw - raw.mT)
+    assert (w.mT @ w - torch.eye(384)).abs().max() < 1e-5
+    projection, x = OrthogonalProjection(384, 384), torch.randn(5, 384)
+    projection.raw.data.copy_(raw[:2])
+    torch.testing.assert_close(projection(x), x @ projection.weight, rtol=1e-5, atol=1e-4)
+    DualProjectionLoss(384, 384)(x, x.flip(0)).backward()
 
 
 # LayerNorm-MSE and the dual loss

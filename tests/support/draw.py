@@ -310,7 +310,9 @@ def reduced(losses: Tensor, compared: Tensor, reduction: str) -> Tensor:
 
 
 def poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` with NaN and inf at padding, in its own layout."""
+    """``x`` with NaN and inf at padding, in its own layout; without strides if it is constant."""
+    if (mask is None or mask.all()) and x.numel() and (x == x.flatten()[0]).all():
+        return x.detach().flatten()[0].expand(x.shape)
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
     if mask is not None:
         out[~mask] = torch.tensor([float("nan"), float("inf")])[out[~mask].numel() % 2].to(x.dtype)
