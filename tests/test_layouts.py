@@ -95,7 +95,7 @@ def test_teacher_of_inference_mode(loss, wanted):
 
 
 @every_loss
-def test_default_device(loss, wanted):
+def test_same_bits(loss, wanted):
     """the same bits on every run"""
     given = *features(), padding()
     with torch.device("meta"):  # what a loss allocates is on its features' device
