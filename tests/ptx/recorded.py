@@ -10,7 +10,6 @@ import torch
 from tools.executed import executing
 from tools.ptx import compiled
 
-
 # Calls whose kernels have copies, products, reductions and atomics between them.
 CALLS = ("forward_kl", "relation", "reverse_kl", "js", "adaptive_kl", "knn")
 
