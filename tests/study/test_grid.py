@@ -20,7 +20,7 @@ from fastkd.train.options import read_options_file
 from tests.distill.processes import CONTEXT
 from tests.support.draw import FIRST
 from tests.support.runs import once, stop_at, terminate
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.test_two_tokenizers import byte_pairs
 from tests.train.tasks.through import (
     make_chat_teacher,
@@ -49,40 +49,32 @@ fcd = {alpha = [0.1, 1.0]}
 train = "train.tsv"
 eval = "dev.tsv"
 """
-# The last cell of FILE, of students with one layer.
-ONE = {"[1, 2]": "1", "[1e-4, 1e-3]": "1e-3", "[0.1, 1.0]": "1.0", "labels = {}\n": ""}
+#: Columns of GLUE's own files that are read; CoLA's have no names.
 COLUMNS = {
-    "rte": ("index", "sentence1", "sentence2", "label"),
-    "mrpc": ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
-    "sst2": ("sentence", "label"),
-    "qnli": ("index", "question", "sentence", "label"),
-    "qqp": ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
-    "stsb": ("index", "sentence1", "sentence2", "score"),
-    "mnli": ("index", "sentence1", "sentence2", "gold_label"),
-}
+    **dict.fromkeys(("rte", "stsb", "mnli"), ("sentence1", "sentence2")), "sst2": ("sentence",),
+    "mrpc": ("#1 String", "#2 String"), "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+}  # fmt: skip
 LABELS = {
-    "rte": ("not_entailment", "entailment"),
-    "qnli": ("not_entailment", "entailment"),
-    "stsb": ("1.5", "4.0"),
-    "mnli": ("contradiction", "entailment", "neutral"),
-}
+    "rte": ("label", "not_entailment", "entailment"), "stsb": ("score", "1.5", "4.0"),
+    "qnli": ("label", "not_entailment", "entailment"), "mrpc": ("Quality", "0", "1"),
+    "mnli": ("gold_label", "contradiction", "entailment", "neutral"),
+    "qqp": ("is_duplicate", "0", "1"),
+}  # fmt: skip
 
 
 def write_glue(root):
-    """Files in the shape of GLUE's own download; two steps of 32 rows are an epoch."""
+    """Files as in GLUE's own download; two steps of 32 rows are an epoch."""
     for task, (folder, evals, test) in grid.FOLDERS.items():
         (root / folder).mkdir(parents=True)
+        heading, *labels = LABELS.get(task, ("label", "0", "1"))
         for seed, name in enumerate(("train.tsv", evals, *filter(None, [test]))):
-            lines = [] if task == "cola" else ["\t".join(COLUMNS[task])]
-            labels = LABELS.get(task, ("0", "1"))
-            for i, (text, label) in enumerate(sentences(12 if seed else 64, seed)):
-                label = labels[i % len(labels)] if len(labels) > 2 else labels[label]
-                known = {"index": str(i), "id": str(i), "qid1": "0", "qid2": "1"}
-                names = ("label", "Quality", "is_duplicate", "score", "gold_label")
-                known |= dict.fromkeys(names, label)
-                cells = [known.get(c, text) for c in COLUMNS.get(task, ())]
-                lines.append("\t".join(cells or ["gj04", label, "", text]))
-            (root / folder / name).write_text("\n".join(lines) + "\n")
+            lines = [(*COLUMNS[task], heading)] if task in COLUMNS else []
+            for i, (text, _) in enumerate(sentences(12 if seed else 64, seed)):
+                label = labels[i % len(labels)]
+                texts = [text] * len(COLUMNS.get(task, ()))
+                lines.append((*texts, label) if texts else ("gj04", label, "", text))
+            (root / folder / name).write_text("".join("\t".join(x) + "\n" for x in lines))
     return root
 
 
@@ -93,25 +85,16 @@ def replaced(text, changes):
     return text
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """A study of one seed that ran once, of students with one layer."""
-
-    def make(path):
-        make_teacher(path / "teacher")
-        write_tsv(path / "train.tsv", 16)
-        write_tsv(path / "dev.tsv", 12, seed=1)
-        (path / "grid.toml").write_text(FILE)
-        (path / "hand.toml").write_text(FILE.replace("[1, 2]", "1"))
-        (path / "one.toml").write_text(replaced(FILE, ONE))
-        run("study", path / "hand.toml", out=path / "out", seeds=1)
-
-    return once(tmp_path_factory, "grid", make)
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "grid.toml").write_text(FILE)
+    return tmp_path
 
 
 @pytest.fixture
-def done(root):
-    return GridRuns(grid.read(StudySettings(spec=root / "hand.toml", seeds=1)), root / "out")
+def done(finished):
+    return GridRuns(grid.read(StudySettings(spec=finished / "spec.toml")), finished / "out")
 
 
 def test_cells_of_a_file(root, tmp_path):
@@ -135,50 +118,46 @@ def test_cells_of_a_file(root, tmp_path):
     assert [c.options["training_steps"] for c in short.cells] == [3] * 12
 
 
-def test_a_grid_equals_the_same_runs_by_hand(root, done, tmp_path):
+def test_a_grid_equals_the_same_runs_by_hand(finished, done, tmp_path):
     """The runs share one fine-tuned teacher, equal to the command's."""
     cells, out = done.grid.cells, done.out
-    for i in (1, 5):
+    for i in (0, 4):  # of seed 0, as the shared teacher
         report = run_distillation(Config.of(**cells[i].options, out=tmp_path / f"hand{i}"))
         result = done.result(cells[i])
         assert (result["teacher"], result["scores"]) == (report["teacher"], report["student"])
         assert result["best"] == report["best"]["epoch"]
         assert result["history"][0]["losses"] == report["history"][0]["losses"]
     assert len(list((out / "teachers").glob("*/teacher"))) == 1
-    for (variant, _, _), result in grid_report.best_cells(done).items():
-        own = [done.result(c)["scores"] for c in cells if c.variant == variant]
-        assert result["scores"]["accuracy"] == max(scores["accuracy"] for scores in own)
     rows = list(csv.DictReader((out / "runs.csv").open()))
-    assert len(rows) == len(cells) == 6 and rows[-1]["values"] == "learning_rate=0.001 alpha=1.0"
+    assert len(rows) == len(cells) == 6 and rows[-1]["values"] == "alpha=1.0"
     assert float(rows[-1]["accuracy"]) == done.result(cells[-1])["scores"]["accuracy"]
     page = (out / "report.md").read_text()
-    for part in ("| mean over tasks |", "compared with labels.", "## own", "| fcd | 1 |"):
+    for part in ("| mean over tasks |", "compared with labels.", "## one"):
         assert part in page
     before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
-    run("study", root / "hand.toml", out=out, seeds=1)
+    run("study", finished / "spec.toml", out=out)
     assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 6
 
 
-def test_two_processes_and_a_stop_give_the_same_runs(root, done, tmp_path, monkeypatch):
+def test_two_processes_and_a_stop_give_the_same_runs(finished, done, tmp_path, monkeypatch):
     """Forked workers import less than spawned ones and get the same arguments."""
     with monkeypatch.context() as patch:
         patch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
         few = dataclasses.replace(done.grid, cells=done.grid.cells[:2])
         both = GridRuns(few, tmp_path / "both")
         assert both.train(2)
-    options = {"out": tmp_path / "out", "seeds": 1}
+    given = {"out": tmp_path / "out", "seeds": 1, "methods": "labels"}
     with monkeypatch.context() as patch:
-        stop_at(patch, 3, terminate)
-        stopped = run("study", root / "one.toml", expect=143, **options)
+        stop_at(patch, 3, terminate)  # of the student: the teacher has two steps
+        stopped = run("study", finished / "spec.toml", expect=143, **given)
     assert "is saved, the same command goes on" in stopped and "--resume" not in stopped
     assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
-    run("study", root / "one.toml", **options)
-    again = GridRuns(grid.read(StudySettings(spec=root / "one.toml", seeds=1)), tmp_path / "out")
+    run("study", finished / "spec.toml", **given)
     assert not list((tmp_path / "out" / "runs").glob("*/"))
-    pairs = [(both, cell, cell) for cell in few.cells]
-    for runs, own, cell in (*pairs, (again, again.grid.cells[0], done.grid.cells[-1])):
+    again = GridRuns(done.grid, tmp_path / "out")
+    for runs, cell in ((both, few.cells[0]), (both, few.cells[1]), (again, few.cells[0])):
         for name in ("scores", "teacher"):
-            assert runs.result(own)[name] == done.result(cell)[name]
+            assert runs.result(cell)[name] == done.result(cell)[name]
 
 
 def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
@@ -241,34 +220,6 @@ PLANS = {
         "sample": {1.0}, "max_length": {512}, "max_new_tokens": {256}, "temperature": {1.0}}),
     "lrkd-figure-3": ("lrkd", 11, {"qnli"}, {"projection_layers": {1, 3}, "orthogonal": {False}}),
 }  # fmt: skip
-NUMBERS = {  # of a row of each paper's table
-    "fcd-1": ("FCD, teacher=roberta-base", ["82M", 2.0, 93.8, 85.6, 92.0, 73.5, 72.5, 88.3, 89.6,
-                                            60.3, 81.9]),
-    "fcd-2": ("KL", [83.3, 71.2, 70.7, 75.1]),
-    "fcd-3": ("Uniform", [83.8, 52.0]),
-    "fcd-4": ("PreNorm + PLC", [83.3, 71.2, 51.7, 68.7]),
-    "fcd-5": ("FCD", [88.2, 78.4]),
-    "knn-1": ("Ours", [92.5, 92.5, 89.64, 89.7, 89.5, 87.7, 90.9, 84.5, 84.5, 90.8, 75.8]),
-    "lrc-bert-1": ("LRC-BERT", [14.5, 83.1, 82.7, 72.2, 92.9, 88.7, 87.0, 63.1, 46.5, 81.2, 77.5]),
-    "lrc-bert-2": ("LRC-BERT", [4, 312, 14.5, 12.7]),
-    "lrc-bert-3": ("LRC-BERT C", [78.0, 78.2, 81.5, 37.0]),
-    "lrc-bert-4": ("LRC-BERT2", [79.4]),
-    "mc3kd-1": ("PKD, teacher=bert-large-uncased", [64.62, 71.25]),
-    "mc3kd-3": ("MC3KD, teacher=bert-large-uncased", [20.05, 15.32, 61.73, 78.41, 92.28, 88.97,
-                                                      70.75, 83.71, 83.50, 64.11]),
-    "mc3kd-4": ("TAKD", [14.61, 55.67, 59.21, 80.38, 88.23, 82.60, 85.47, 82.22, 81.84, 77.36,
-                         86.81, 3.41]),
-    "mc3kd-6": ("PKD 6 to 3, teacher=deberta-base", [55.60, 17.21, 91.63, 25.71, 87.88, 81.62,
-                                                     15.45, 32.80, 11.33, 78.52, 79.44, 20.81]),
-    "mc3kd-7": ("KD, teacher=bert-base-uncased, student_layers=6", [42.97, 7.84, 65.70, 70.60,
-                97.02, 95.83, 75.68, 88.18, 87.85, 78.48]),
-    "mc3kd-9": ("MC3KD, teacher=gpt2-large", [23.57]),
-    "lrkd-1": ("LRKD", [59.4, 83.5, 84.3, 92.3, 91.2, 91.4, 91.3, 70.9, 89.2, 83.7]),
-    "lrkd-2": ("AD-KD", [9000, 3000, 14400, 1920]),
-    "lrkd-3a": ("LRKD", [92.5, 94.2]),
-    "lrkd-3b": ("LRKD", [91.0, 92.5]),
-    "lrkd-4": ("AKL+LRKD", [27.1, 18.6, 19.1, 32.5, 32.5, 26.0]),
-}  # fmt: skip
 
 
 def test_the_tables_are_listed():
@@ -301,9 +252,6 @@ def test_the_plan_of_a_table(name):
     assert {key: seen[key] for key in values} == values
     text = grid_report.plan(found)
     assert len(text) == 1 + variants * len(tasks)
-    if name in NUMBERS:
-        row, numbers = NUMBERS[name]
-        assert found.paper["rows"][row] == numbers
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from fastkd.study.statistics import (
     ALIKE,
     BELOW,
     UNKNOWN,
-    Summary,
     bootstrap_interval,
     gap_recovered,
     holm,
@@ -47,30 +46,46 @@ def run(accuracy, seed, **more):
     return {**ABOUT, "scores": scores, "predictions": answers, **more}
 
 
-def study(names, seeds):
-    names = list(names)
-    cells = tuple(Cell(name, "t", seed, {}, {}) for name in names for seed in range(seeds))
-    return Grid("Typed", names[0], tuple(range(seeds)), "none", cells)
+def summary_of(results, names=None):
+    """The one table of a study's results by (variant, "t", seed)."""
+    names = list(names or dict.fromkeys(name for name, *_ in results))
+    seeds = tuple(range(1 + max(seed for *_, seed in results)))
+    cells = tuple(Cell(name, "t", seed, {}, {}) for name in names for seed in seeds)
+    study = Grid("Typed", names[0], seeds, "none", cells)
+    (summary,) = summarize(study, results)
+    return study, summary, {row.variant: row for row in summary.rows}
 
 
 def table(accuracies, seeds=4):
-    """Rows of a study in which each variant has its accuracy, with noise over seeds."""
+    """A study in which each variant has its accuracy, with noise over seeds."""
     results = {}
     for seed in range(seeds):
         luck = np.random.default_rng(100 + seed).normal(0, 0.004, len(accuracies))
         for i, (name, accuracy) in enumerate(accuracies.items()):
             results[name, "t", seed] = run(accuracy + luck[i], 10 * seed + i)
-    (summary,) = summarize(study(accuracies, seeds), results)
-    return {row.variant: row for row in summary.rows}
+    return summary_of(results)
+
+
+def scored(metric, scores, **about):
+    """Rows of a study with these scores by variant and seed."""
+    results = {
+        (name, "t", seed): run(0.7, seed, scores={metric: score}, classes=[], **about)
+        for name, by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    }
+    return summary_of(results)[2]
 
 
 def test_verdicts_find_the_planted_effects_only():
-    rows = table({"labels": 0.7, "same": 0.7, "better": 0.8, "worse": 0.6, "again": 0.7})
+    planted = {"labels": 0.7, "same": 0.7, "better": 0.8, "worse": 0.6, "again": 0.7}
+    _, _, rows = table(planted)
     assert rows["better"].verdict == ABOVE and rows["worse"].verdict == BELOW
     assert rows["same"].verdict == ALIKE and rows["again"].verdict == ALIKE
     assert rows["better"].difference.mean == pytest.approx(0.1, abs=0.01)
     assert rows["better"].recovered.mean == pytest.approx(0.5, abs=0.05)
     assert rows["labels"].difference is None and rows["labels"].verdict == ""
+    row = table({"labels": 0.7, "better": 0.8}, seeds=1)[2]["better"]
+    assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
 
 
 def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
@@ -81,11 +96,6 @@ def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
     assert false / 200 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
 
-def test_one_seed_has_no_interval_and_no_verdict():
-    row = table({"labels": 0.7, "better": 0.8}, seeds=1)["better"]
-    assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
-
-
 @pytest.mark.parametrize(("planted", "seeds", "sentence"), [
     ({"a": 0.7, "b": 0.8, "c": 0.6}, 4,
      "Beyond noise: b is better than a on t; c is worse than a on t."),
@@ -94,9 +104,8 @@ def test_one_seed_has_no_interval_and_no_verdict():
     ({"a": 0.7, "b": 0.8}, 1, "Nothing can be told with one seed."),
 ])  # fmt: skip
 def test_sentence_that_opens_a_report(planted, seeds, sentence):
-    rows = tuple(table(planted, seeds).values())
-    summary = Summary("t", "accuracy", {**ABOUT, "references": LABELS}, 0.9, rows)
-    assert headline(study(planted, seeds), [summary]) == sentence
+    study, summary, _ = table(planted, seeds)
+    assert headline(study, [summary]) == sentence
 
 
 def test_paired_difference_equals_scipys_ttest_rel():
@@ -115,32 +124,17 @@ def test_variance_is_at_least_that_of_rounding_to_one_row():
     assert paired_difference([0.1, 0.2, 0.3], step=1e-3) == paired_difference([0.1, 0.2, 0.3])
 
 
-def test_percentages_of_rows_are_rounded_to_one_row():
+def test_percentages_of_rows_are_rounded_to_one_row_and_numbers_are_not():
     """Each seed has one more of 20 answers right: by chance, as with the same accuracies."""
-    about = {"references": ["film"] * 20, "classes": [], "percent": ["exact_match"]}
-    results = {
-        (name, "t", seed): run(0.7, 0, scores={"exact_match": score}, **about)
-        for name, score in (("labels", 60.0), ("other", 65.0))
-        for seed in range(3)
-    }
-    (summary,) = summarize(study(("labels", "other"), 3), results)
-    row = summary.rows[1]
+    scores = {"labels": [60.0] * 3, "other": [65.0] * 3}
+    row = scored("exact_match", scores, references=["film"] * 20, percent=["exact_match"])["other"]
     assert row.difference == paired_difference([5.0] * 3, step=5.0)
     assert row.difference.rounded and row.verdict == ALIKE
-
-
-def test_metrics_of_numbers_have_no_rounding_variance():
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
-    about = {"references": [0.5] * 20, "classes": []}
-    results = {
-        (name, "t", seed): run(0.7, seed, scores={"pearson": score}, **about)
-        for name, by_seed in scores.items()
-        for seed, score in enumerate(by_seed)
-    }
-    (summary,) = summarize(study(scores, 3), results)
+    row = scored("pearson", scores, references=[0.5] * 20)["better"]
     expected = stats.ttest_rel(scores["better"], scores["labels"])
-    assert summary.rows[1].difference.p == pytest.approx(expected.pvalue)
-    assert summary.rows[1].verdict == ABOVE and summary.rows[1].rows_interval is None
+    assert row.difference.p == pytest.approx(expected.pvalue)
+    assert row.verdict == ABOVE and row.rows_interval is None
 
 
 def test_holm_matches_values_computed_by_hand():
@@ -217,15 +211,15 @@ def test_gap_recovered_is_none_without_a_sufficient_gap():
 def test_failed_runs_are_counted_and_left_out_of_means():
     results = {(name, "t", seed): run(0.7, seed) for name in ("labels", "bad") for seed in range(2)}
     results["bad", "t", 1] = {"failed": "not finite"}
-    (summary,) = summarize(study(("labels", "bad", "absent"), 2), results)
-    assert [row.variant for row in summary.rows] == ["labels", "bad"]
-    bad = summary.rows[1]
+    _, summary, rows = summary_of(results, ("labels", "bad", "absent"))
+    assert [*rows] == ["labels", "bad"]
+    bad = rows["bad"]
     assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN
     assert cells(bad)[:3] == ["bad (1 failed)", "1", f"{bad.mean:.4f}"]
     assert "Failed runs: 1," in findings(summary) and "No verdicts yet" in findings(summary)
     for seed in range(2):
         results["labels", "t", seed] = {"failed": "not finite"}
-    (summary,) = summarize(study(("labels", "bad"), 2), results)
+    _, summary, _ = summary_of(results)
     assert cells(summary.rows[0])[:3] == ["labels (2 failed)", "0", ""]
 
 
@@ -238,7 +232,7 @@ def test_findings_warn_of_empty_classes_chance_and_constant_students():
     }
     for seed in range(2):
         results["always no", "t", seed]["predictions"] = [0] * 1000
-    (summary,) = summarize(study(names, 2), results)
+    _, summary, _ = summary_of(results)
     text = findings(summary)
     assert "Classes without training rows: yes." in text
     assert "Classes without held-out rows: perhaps." in text
@@ -247,4 +241,4 @@ def test_findings_warn_of_empty_classes_chance_and_constant_students():
     assert "2 labels are fewer than the classes." in text
     assert cells(summary.rows[1])[0] == "always no (one prediction for all rows: 2 seeds)"
     results = {at: {**r, **ABOUT, "training_rows": [5, 5]} for at, r in results.items()}
-    assert "Classes without" not in findings(summarize(study(names, 2), results)[0])
+    assert "Classes without" not in findings(summary_of(results)[1])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastkd.cli import display
 from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
 from fastkd.study import docstrings, grid, grid_report, grid_runs, paper_table
@@ -24,48 +23,10 @@ from fastkd.train.config import Config
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_json
-from tests.support.runs import once
-from tests.support.tiny import run, source, write_tsv
-from tests.train.tasks.through import make_bare, make_decoder, write_text
+from tests.study.conftest import FEW, SHARED, write
+from tests.support.tiny import run, source
+from tests.train.tasks.through import make_decoder, write_text
 from tests.train.test_data import hub
-
-SHARED = """
-title = "Tiny"
-teacher = "{tiny}"
-finetune_teacher = 1
-select = "none"
-seeds = 2
-steps = 2
-batch_size = 8
-student_layers = 2
-device = "cpu"
-[tasks.one]
-train = "train.tsv"
-eval = "dev.tsv"
-labelled = 12
-max_length = 12
-"""
-FEW = """
-[methods]
-labels = {}
-fcd = {alpha = [0.1, 1.0]}
-"""
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """A folder with a study that ran in ``out``; ``said`` is its output, a line for every step."""
-
-    def make(root):
-        make_bare(root / "tiny", layers=4)
-        write_tsv(root / "train.tsv", 40, 0)
-        write_tsv(root / "dev.tsv", 24, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(display, "LINE_EVERY", 0.0)
-            said = run("study", write(root, root / "tiny"), out=root / "out")
-        (root / "said").write_text(said)
-
-    return once(tmp_path_factory, "study", make)
 
 
 @pytest.fixture
@@ -86,12 +47,6 @@ def written(root, tiny):
     return lambda *texts: write(root, tiny, *texts)
 
 
-def write(root, tiny, methods=FEW, shared=SHARED):
-    path = root / "spec.toml"
-    path.write_text(shared.replace("{tiny}", str(tiny)) + methods)
-    return path
-
-
 def read(path, **options):
     return grid.read(StudySettings(spec=path, **options))
 
@@ -106,7 +61,7 @@ def test_report_of_a_study(finished):
     assert len(files) == 6 and not list((out / "runs").glob("*/"))
     for result in files:
         last = result["history"][-1]
-        assert last["step"] == 2 and last["scores"] == result["scores"]
+        assert last["step"] == 4 and last["scores"] == result["scores"]
         assert len(result["predictions"]) == len(result["references"]) == 24
         assert 0 <= result["rccc"] <= 1 and -1 <= result["intra_class_similarity"] <= 1
         unlabelled = {} if result["variant"] == "labels" else {"unlabelled": 28}
@@ -123,12 +78,12 @@ def test_report_of_a_study(finished):
     assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
     assert "| labels " in (out / "report.md").read_text()
     trained = read_json(next(out.glob("teachers/*/teacher/fastkd.json")))
-    assert trained["history"][-1]["step"] == 2  # batches of 32: the teacher reads all 40 labels
+    assert trained["history"][-1]["step"] == 2  # one epoch of all 40 labels
     lines = output.splitlines()
     for start, end in (
         ("one: fine-tuning the teacher", "tiny"),
         ("one: teacher  accuracy 0.", ""),
-        ("one: labels, seed 0  step 2/2", "left"),
+        ("one: labels, seed 0  step 4/4", "left"),
         ("1/6  one  labels  seed 0:  accuracy", "left"),
         ("6/6  one  fcd, alpha=1.0  seed 1:  accuracy", " 0:00 left"),
     ):

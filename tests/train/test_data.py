@@ -1,18 +1,13 @@
 """Reading labelled text: formats, layouts, labels, scores, and one sentence for every mistake."""
 
-from types import SimpleNamespace
-
 import datasets
-import numpy as np
 import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.labels import by_names
-from fastkd.train.scoring import finite, score
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.classification import Classification, useless_classes
-from fastkd.train.tasks.regression import number_scores, useless_numbers
+from fastkd.train.tasks.classification import Classification
 from tests.support.tiny import source
 
 
@@ -155,21 +150,6 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
         load(source(**bare))
 
 
-def test_answers_that_are_worth_nothing():
-    rng = np.random.default_rng(0)
-    labels, real = rng.integers(0, 3, 200), rng.normal(size=50)
-    chance = "are no better than chance"
-    for answers, why in (
-        (labels, None),
-        ((labels + (rng.random(200) < 0.5)) % 3, None),
-        (rng.permutation(labels), chance),
-        (np.ones(200, int), "are all 'b'"),
-    ):
-        assert useless_classes(answers, labels, ["a", "b", "c"]) == why
-    for answers, why in ((real, None), (-real, chance), (np.ones(50), "are all 1")):
-        assert useless_numbers(answers, real) == why
-
-
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
     text = HEAD + "".join(f"x\tname {i}\n" for i in range(900))
     lines = [*describe(load(source(**files(tmp_path, text), metric="f1")))]
@@ -280,28 +260,3 @@ def test_hub_mistakes(monkeypatch):
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             load(source(**options))
-
-
-def test_scores_by_hand():
-    logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
-    labels = np.array([0, 1, 0, 0])
-    rows = SimpleNamespace(labels=labels)
-    scores = Classification(("no", "yes")).scores(("f1", "mcc"), logits, rows)
-    # One true positive, one false positive, two true negatives.
-    assert scores["accuracy"] == 0.75
-    assert scores["f1"] == pytest.approx(2 / 3)
-    assert scores["mcc"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
-    rows = SimpleNamespace(labels=np.array([0, 1, 1, 2]))
-    three = Classification(("a", "b", "c")).scores(("f1",), np.eye(3)[[0, 1, 0, 2]], rows)
-    assert three["f1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
-
-    numbers = np.array([1.0, 2.0, 3.0, 10.0])
-    scores = number_scores(numbers, np.array([2.0, 4.0, 6.0, 8.0]))
-    assert scores["spearman"] == pytest.approx(1.0)
-    assert scores["pearson"] == pytest.approx(28 / np.sqrt(50 * 20))
-    assert scores["mse"] == pytest.approx((1 + 4 + 9 + 4) / 4)
-    assert number_scores(np.ones(3), np.arange(3.0))["pearson"] == 0.0
-    for answers in (np.full((2, 2), np.nan), [("text", np.inf, 1)], [[1.0, np.nan]]):
-        assert not finite(answers)
-        assert np.isnan(score(Classification(), ("accuracy",), answers, None)["accuracy"])
-    assert finite([("text", 0.5, 1), np.ones(2)])

@@ -1,10 +1,15 @@
 """Forms of labelled rows: declared classes, saved data sets, one-hot lists, a column each."""
 
 import json
+import math
 
 import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.tasks import Columns
@@ -13,7 +18,88 @@ from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
 from tests.support.runs import first_step, made
 from tests.support.tiny import make_teacher, run, sentences, source, write_tsv
-from tests.train.tasks.through import rows_of
+from tests.train.tasks.through import rows_of, says, write_jsonl, write_text
+
+NAN = math.nan
+TALK = says("a film", "good", "so", "bad")
+#: Task, kind of file, its text or rows of JSON, columns, and their content.
+FORMS = [
+    ("embedding", "jsonl", [{"sentence1": "a", "sentence2": "b", "score": 3}],
+     ("text", "pair", "label"), [("a", "b", 3.0)]),
+    ("embedding", "csv", "anchor,positive,negative_1,negative_2\na,b,c,d\n",
+     ("text", "pair", "negatives", "label"), [("a", "b", ["c", "d"], None)]),
+    *(("embedding", "jsonl", [{"query": "a", "passage": x, **more} for x, more in rows],
+       ("pair", "negatives"), [(x, more.get("negatives", [])) for x, more in rows])
+      for one in [("b", {"negatives": ["c"]})] for rows in ([one, ("d", {})], [("d", {}), one])),
+    ("embedding", "txt", "good film\nbad film\n", ("pair", "label"), [(None, None)] * 2),
+    *(("reranking", "jsonl", [row], ("text", "pair", "label"),
+       [("q", ["a", "b", "c"], [1.0, 0.0, 0.0, *label])]) for row, label in (
+        ({"query": "q", "pos": ["a"], "neg": ["b", "c"]}, [NAN] * 3),
+        ({"query": "q", "pos": ["a"], "neg": ["b", "c"], "pos_scores": [2], "neg_scores": [1, 0]},
+         [2.0, 1.0, 0.0]),
+        ({"anchor": "q", "positive": "a", "negative_1": "b", "negative_2": "c", "label": [1, 3]},
+         [0.0, -1.0, -3.0]),
+        ({"query": "q", "positive": "a", "negative": ["b", "c"], "scores": [3, 2, 1]},
+         [3.0, 2.0, 1.0]),
+    )),
+    ("reranking", "csv", "anchor,positive,negative,label\nq,a,b,0.5\n", ("label",),
+     [([1.0, 0.0, 0.0, -0.5],)]),
+    ("multiple-choice", "csv", "id,sent1,sent2,ending0,ending1,label\n1,q,so,a,b,1\n",
+     ("text", "pair", "label"), [("q", ["so a", "so b"], 1)]),
+    ("question-answering", "jsonl", [{"id": "q", "question": "a", "context": "a b", "answers": {
+        "text": ["b"], "answer_start": [2]}}], ("id", "label"),
+     [("q", {"text": ["b"], "answer_start": [2]})]),
+    # No-break spaces part no word, and comments are none.
+    *(("token-classification", "conll", text, names, [expected]) for text, names, expected in (
+        ("1\u00a0000 B-NUM\nfilm\tO\n", ("text", "label"),
+         (["1\u00a0000", "film"], ["B-NUM", "O"])),
+        ("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n",
+         ("text", "label"), (["#", "EU"], ["O", "B-ORG"])),
+        ("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n", ("number", "text"),
+         (4, ["EU", "#", "#eu"])),
+    )),
+    ("chat", "csv", "instruction,output\nSay good.,good\n", ("text",),
+     [([*map(json.dumps, says("Say good.", "good"))],)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "kind", "text", "columns", "expected"), FORMS)
+def test_forms_of_rows(tmp_path, task, kind, text, columns, expected):
+    found = [*rows_of(tmp_path / f"a.{kind}", task, text).columns(*columns)]
+    if task == "chat":
+        found = [tuple([json.dumps(json.loads(x)) for x in row] for row in each) for each in found]
+    if len(columns) == 1:
+        found = [x if isinstance(x, tuple) else (x,) for x in found]
+    np.testing.assert_equal(found, expected)  # NaN is NaN
+
+
+def test_a_folder_is_read_file_by_file_and_parquet_fills_objects(tmp_path):
+    row, folder = {"name": "Ada", **TALK[0]}, tmp_path / "folder"
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [[row, TALK[1]]]}), path)
+    (found,) = rows_of(path, "chat").column("text")
+    assert [*map(json.loads, found)] == [row, TALK[1]]
+    folder.mkdir()
+    write_text(folder / "a.txt", 2)
+    write_jsonl(folder / "b.jsonl", [{"text": "bad film"}])
+    (folder / "notes.md").write_text("not read")
+    texts = [*(text for text, _ in sentences(2, 0)), "bad film"]
+    assert rows_of(folder, "causal-lm").texts == texts
+
+
+def test_probabilities_of_classes(tmp_path):
+    """By name, and beside labels; lists: test_drawn_files.py."""
+    soft = {"no": 0.75, "yes": 0.25}
+    for other, expected in (({"yes": 0.9, "no": 0.1}, [0.1, 0.9]), ("yes", [0.0, 1.0])):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"text": x, "label": soft} for x in "abc"]
+                           + [{"text": "d", "label": other}])  # fmt: skip
+        corpus = load(source(train=path, evals=path))
+        assert corpus.names == ["no", "yes"]
+        (*_, last) = (x for _, x in corpus.train.columns("label", PROBABILITIES))
+        assert last == pytest.approx(expected) and "labels are probabilities" in " ".join(
+            describe(corpus)
+        )
+
 
 NAMES = ["good", "bad", "fair"]
 TAGS = ["O", "B-LOC", "I-LOC"]

@@ -1,4 +1,4 @@
-"""--lora: trained and saved weights, and errors; tests/train/tasks/test_chat.py resumes."""
+"""--lora: trained and saved weights, a run that is stopped and resumed, and errors."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
+from fastkd.train.tasks.chat import TASK
 from tests.support.runs import report_of
 from tests.support.tiny import make_teacher, run, usual
 from tests.train.tasks.through import (
@@ -148,14 +149,28 @@ def test_mistakes_and_what_no_adapter_could_make(chat, tmp_path):
         assert words in run("distill", **{**chat, **options}, expect=2)
 
 
-def test_adapters_of_a_teacher(chat, tmp_path):
-    """Merged into the saved teacher, which alone teaches; the same bits after a stop."""
+def test_teacher_and_student_resume_to_the_same_bits(chat, tmp_path, monkeypatch):
+    """Both with adapters; the student writes in half of its steps, on packed rows.
+
+    The teacher's adapters are merged into the saved teacher, which alone teaches.
+    """
+    steps, draw = [], TASK.generated
+
+    def noted(self, model, batch, tokenizer, seed):
+        rows = draw(self, model, batch, tokenizer, seed)
+        steps.append([row["input_ids"] for row in rows])
+        return rows
+
+    monkeypatch.setattr(TASK, "generated", noted)
     options = {
-        **chat, "epochs": 1, "finetune_teacher": 1, "teacher_lora": "r=2", "checkpoint_every": 1,
-        "teacher_learning_rate": 1e-2, "max_new_tokens": 3,
+        **chat, "finetune_teacher": 1, "teacher_lora": "r=2", "teacher_learning_rate": 1e-2,
+        "max_new_tokens": 4, "on_policy": 0.5, "pack": True, "batch_size": 2,
     }  # fmt: skip
     del options["out"]
-    killed_and_resumed(tmp_path, step=2, **options)  # of the teacher's three steps
+    killed_and_resumed(tmp_path, 2, 7, **options)  # the teacher has five steps
+    report = report_of(tmp_path / "whole")
+    drawn = report["history"][-1]["step"] // 2
+    assert report["rows"]["train"] < 10 and drawn > 2 and steps[-1] == steps[drawn - 1]
     teacher = tmp_path / "whole/teacher"
     given, merged = (t.AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
     _, changed = changed_by(teacher / "adapter", given, merged)

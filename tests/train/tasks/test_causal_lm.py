@@ -1,6 +1,5 @@
 """Language models: documents, packing, scores, and every command."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,15 +8,12 @@ import transformers as t
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.scoring import score
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _with_offsets
-from tests.support.tiny import make_teacher, run, sentences
+from tests.support.tiny import make_teacher, run
 from tests.train.tasks.through import (
     encoded,
-    loss_of,
     make_decoder,
     rows_of,
-    through,
     write_text,
 )
 
@@ -35,17 +31,6 @@ def tokenizer(path):
 @pytest.fixture(scope="module")
 def model(path):
     return t.GPT2LMHeadModel.from_pretrained(path).eval()
-
-
-def test_every_command_takes_it(tmp_path):
-    report = through(tmp_path, "causal-lm", 24)
-    assert report["labels"] is None
-    assert set(report["student"]) == {"perplexity", "bits_per_byte"}
-    # A uniform guess among the 17 tokens has 17.
-    assert 1 < report["student"]["perplexity"] < 20
-    assert [row["text"] for row in report["told"]] == [text for text, _ in sentences(24, 1)]
-    assert all(row["perplexity"] > 1 for row in report["told"])
-    assert "text-generation" in report["card"]
 
 
 def test_documents_are_packed_and_their_bytes_counted(tokenizer, tmp_path):
@@ -115,23 +100,3 @@ def test_an_encoder_would_see_what_it_is_to_predict(tmp_path):
                teacher=make_teacher(tmp_path / "bert", head=False), finetune_teacher=1,
                out=tmp_path / "run", expect=2)  # fmt: skip
     assert "a bert model attends to both sides" in said and "--task masked-lm" in said
-
-
-def test_scores_are_those_of_the_whole_text(tokenizer, model, tmp_path):
-    task = TASK(separate_documents=False)
-    tokens = encoded(write_text(tmp_path / "a.txt", 12), task, tokenizer, 8)
-    answers, loss = loss_of(task, model, tokenizer, tokens)
-    found = task.scores(("perplexity", "bits_per_byte"), answers, tokens)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    size = sum(tokens.evaluation_columns["bytes"][:])
-    total = loss * sum(len(ids) - 1 for ids in tokens.tokens["input_ids"])
-    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
-    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3)], tokens)["perplexity"])
-
-
-def test_a_folder_is_read_file_by_file(tmp_path):
-    """Of the kinds that hold rows."""
-    (tmp_path / "b.jsonl").write_text('{"text": "bad film"}\n')
-    write_text(tmp_path / "a.txt", 2)
-    (tmp_path / "notes.md").write_text("not read")
-    assert rows_of(tmp_path, TASK).texts == [*(text for text, _ in sentences(2, 0)), "bad film"]

@@ -1,37 +1,22 @@
 """Conversations: tokens of answers, generated text, scores, and every command."""
 
-import csv
-import json
-import math
-from dataclasses import replace
-
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from fastkd.train.data import read_file
 from fastkd.train.errors import InputError
 from fastkd.train.fitting import is_on_policy
-from fastkd.train.generation import Draw, Generation, rouge_l
+from fastkd.train.generation import Draw
 from fastkd.train.saving import read_json
-from fastkd.train.scoring import score
 from fastkd.train.tasks import named
-from fastkd.train.tasks.chat import TASK, prompts_of, write
+from fastkd.train.tasks.chat import TASK, prompts_of
 from tests.support.runs import losses_of, report_of
 from tests.support.tiny import run, usual
 from tests.train.tasks.through import (
     encoded,
-    killed_and_resumed,
-    loss_of,
     make_chat_teacher,
-    rows_of,
     says,
-    talks,
-    through,
     write_chats,
-    write_jsonl,
 )
 
 
@@ -61,15 +46,6 @@ def tokens(tokenizer, tmp_path):
     return tokens
 
 
-def test_every_command_takes_it(tmp_path):
-    report = through(tmp_path, "chat")
-    assert set(report["student"]) == {"perplexity", "rouge_l"}
-    told, asked = report["told"], talks(12, 1)
-    assert [row["messages"] for row in told] == asked
-    pairs = [row["answer"] for row in told], [talk[-1]["content"] for talk in asked]
-    assert report["student"]["rouge_l"] == pytest.approx(rouge_l(*pairs), abs=1e-12)
-
-
 def test_too_long_a_conversation_keeps_its_middle(tokenizer, tokens):
     for length, kept in (
         (12, "[CLS] a the film is [MASK] good fine nice bad poor [SEP]"),
@@ -79,47 +55,6 @@ def test_too_long_a_conversation_keeps_its_middle(tokenizer, tokens):
         (row,) = tokens([says("a the film is", "good fine nice bad poor")], length)
         assert " ".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) == kept
         assert [label != -100 for label in row["labels"]].index(True) == kept.split().index("good")
-
-
-def test_scores_are_those_of_the_answers(tokenizer, model, tokens):
-    task, rows = TASK(), tokens(5)
-    answers, loss = loss_of(task, model, tokenizer, rows)
-    found = task.scores(("loss", "perplexity"), answers, rows)
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["perplexity"] == math.exp(found["loss"])
-    true = rows.evaluation_columns["answer"][:]
-    right = [(*one, text) for (*one, _), text in zip(answers, true, strict=True)]
-    assert task.scores((), right, rows)["rouge_l"] == 1
-    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], rows)["perplexity"])
-    alone = []
-    for batch in rows.batches(task.collator(tokenizer), 1):
-        (prompt,) = prompts_of(batch)
-        alone.append(write(model, [prompt], tokenizer)[0][1])
-    # A batch with longer prompts gives the same text as each prompt alone.
-    texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
-    assert [text for *_, text in answers] == texts
-
-
-def test_other_tables_have_the_same_messages(teacher, tmp_path):
-    """Instructions, Parquet that is read, and a CSV of predictions."""
-    row = {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"}
-    path = write_jsonl(tmp_path / "a.jsonl", [row])
-    bare = replace(TASK.columns, label=None)
-    (one,) = read_file(path, bare, "--data", True, TASK).column("text")
-    assert [json.loads(x) for x in one] == says("Name it.\n\na film")
-    table = rows_of(tmp_path / "a.csv", TASK, "instruction,output\nSay good.,good\n")
-    assert [json.loads(x) for x in next(table.column("text"))] == says("Say good.", "good")
-    talk = says("a film", "good")
-    talk[0]["name"] = "Ada"
-    parquet = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), parquet)
-    for table in (write_chats(path, [talk]), parquet):
-        assert [*map(json.loads, next(rows_of(table, TASK).column("text")))] == talk
-    path, out = write_chats(tmp_path / "b.jsonl", [says("a film")]), tmp_path / "told.csv"
-    run("predict", model=teacher, data=path, out=out, task="chat", device="cpu")
-    with out.open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert json.loads(row["messages"]) == says("a film") and row["answer"]
 
 
 @pytest.mark.parametrize(("template", "words"), [
@@ -218,24 +153,6 @@ def on_policy(tmp_path_factory):
     }  # fmt: skip
 
 
-def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, monkeypatch):
-    steps = []
-    draw = TASK.generated
-
-    def noted(self, model, batch, tokenizer, seed):
-        rows = draw(self, model, batch, tokenizer, seed)
-        steps.append([row["input_ids"] for row in rows])
-        return rows
-
-    monkeypatch.setattr(TASK, "generated", noted)
-    options = {**on_policy, "checkpoint_every": 2, "lora": "r=2", "pack": True, "batch_size": 2}
-    options["max_new_tokens"] = 4
-    killed_and_resumed(tmp_path, step=5, **options)
-    report = report_of(tmp_path / "whole")
-    drawn = report["history"][-1]["step"] // 2
-    assert report["rows"]["train"] < 10 and drawn > 2 and steps[-1] == steps[drawn - 1]
-
-
 def test_losses_of_an_epoch_do_not_depend_on_the_log(on_policy, tmp_path):
     """Not every step has labels, and the last one has fewer rows and micro-batches.
 
@@ -257,16 +174,6 @@ def test_losses_of_an_epoch_do_not_depend_on_the_log(on_policy, tmp_path):
         run("evaluate", model=tmp_path / "0/student", data=on_policy["eval"], batch_size=size,
             out=scores, device="cpu")  # fmt: skip
         assert read_json(scores)["rouge_l"] == report_of(tmp_path / "0")["student"]["rouge_l"]
-
-
-def test_sampled_text(tokenizer, model):
-    prompts = [[2, 5 + i] for i in range(6)]
-    texts = [
-        write(model, prompts, tokenizer, Generation(2, temperature, seed))
-        for temperature, seed in ((0.0, 0), (1e-6, 0), (1e-6, 1), (3.0, 0), (3.0, 0), (3.0, 1))
-    ]
-    assert max(len(new) for _, new in texts[0]) == 2
-    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] != texts[5]
 
 
 def test_where_a_student_cannot_learn_from_itself(on_policy, tiny, tmp_path):

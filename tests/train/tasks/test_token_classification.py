@@ -6,25 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import Encoder, load, read_hub
+from fastkd.train.data import Encoder, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.scoring import score
-from fastkd.train.tasks.token_classification import TASK, precision_recall_f1
-from tests.support.tiny import source
-from tests.train.tasks.through import rows_of, tagged, through
-
-
-def test_every_command_takes_it(tmp_path):
-    report = through(tmp_path, "token-classification", 24)
-    assert report["labels"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"]
-    rows = tmp_path / "train.conll"  # whose suffix names the task
-    assert isinstance(load(source(train=rows, evals=rows)).task, TASK)
-    truth, told = list(tagged(24, 1)), report["told"]
-    assert [row["tokens"] for row in told] == [words for words, _ in truth]
-    given = [row["labels"] for row in told], [tags for _, tags in truth]
-    precision, recall, f1 = precision_recall_f1(*given)
-    assert report["student"] == {"f1": f1, "precision": precision, "recall": recall}
-    assert told[0]["row"] == 3 and "token-classification" in report["card"]
+from fastkd.train.tasks.token_classification import TASK
+from tests.train.tasks.through import rows_of
 
 
 def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, tiny):
@@ -44,19 +30,6 @@ def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, tiny):
     assert np.isnan(score(task, ("f1",), [[0, np.nan, 0]], encoded)["f1"])
 
 
-def test_no_break_spaces_and_comments(tmp_path):
-    """The first parts no word, and the second are none."""
-    for text, names, expected in (
-        ("1\u00a0000 B-NUM\nfilm\tO\n", ("text", "label"),
-         (["1\u00a0000", "film"], ["B-NUM", "O"])),
-        ("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n",
-         ("text", "label"), (["#", "EU"], ["O", "B-ORG"])),
-        ("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n", ("number", "text"),
-         (4, ["EU", "#", "#eu"])),
-    ):  # fmt: skip
-        assert list(rows_of(tmp_path / "a.conll", TASK, text).columns(*names)) == [expected]
-
-
 def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
     rows, encode = rows_of(tmp_path / "a.conll", TASK, "good B-GOOD\nfilm O\n"), {}
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -68,14 +41,6 @@ def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
     with pytest.raises(InputError, match="load it with add_prefix_space=True"):
         encode[False](rows)
     assert encode[True](rows)[0]["labels"] == [0, *[-100] * 4, 1, *[-100] * 4]
-
-
-def test_tags_with_marks_are_scored_as_entities():
-    entities = ("f1", "precision", "recall")
-    for classes in (("O", "U-FILM"), ("L-A", "O"), ("NOUN", "VERB"), ("O", "ORG")):
-        marked = any("-" in name for name in classes)
-        assert TASK(classes).select_metrics(None) == (entities if marked else ("accuracy",))
-        assert TASK(classes).select_metrics("f1") == entities
 
 
 def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):

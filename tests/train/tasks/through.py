@@ -240,8 +240,8 @@ def through(
     *,
     finetune: bool = True,
     **options: Any,
-) -> dict[str, Any]:
-    """Report of a student of a fine-tuned teacher, after a run of every command on the student.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Report of a student of a fine-tuned teacher, and its predicted rows, by every command.
 
     The method is that of `--method auto`, the default.
     Teacher and rows are those of `TASKS`, drawn by the seeds 0 and 1, unless they are given. The
@@ -271,17 +271,18 @@ def through(
     said = read_json(out / "scores.json")
     for name, value in report["best"]["scores"].items():
         assert said[name] == value
-    report["told"] = told(student, evals, out / "told.jsonl", **length)
+    rows_told = told(student, evals, out / "told.jsonl", **length)
     report["card"] = (student / "README.md").read_text()
     learned = out / "run/teacher" if finetune else teacher
-    cached = {**rows, "teacher": learned}
+    cached = {k: x for k, x in rows.items() if k not in ("labelled", "accumulate")}
+    cached["teacher"] = learned
     run("cache", **cached, out=out / "cache")
     rows.pop("teacher_layers", None)  # the cache has the student
     first_step(**rows, teacher_cache=out / "cache")
     cached.pop("batch_size")
     if zlib.crc32(task.encode()) % 3 == FIRST % 3:  # it takes as long as all else
         verified(**cached)
-    return report
+    return report, rows_told
 
 
 def told(model: Path, data: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
@@ -305,6 +306,13 @@ def encoded(path: Path, task: Task, tokenizer: Any, length: int = 16) -> Encoded
     return Encoder(tokenizer, length, task)(rows_of(path, type(task)))
 
 
+def vectors_of(*models: Path, texts: list[str]) -> list[Any]:
+    """Embeddings by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    return [SentenceTransformer(str(path)).encode(texts) for path in models]
+
+
 def loss_of(task: Task, model: nn.Module, tokenizer: Any, rows: Encoded) -> tuple[Any, float]:
     """Answers for all rows in one batch, and the loss that transformers computes of it."""
     batch = task.collator(tokenizer)(rows.__getitems__(range(len(rows))))
@@ -312,22 +320,25 @@ def loss_of(task: Task, model: nn.Module, tokenizer: Any, rows: Encoded) -> tupl
         return task.answer(model, batch, tokenizer), model(**batch).loss.item()
 
 
-def rows_of(path: Path, task: type[Task] | str, text: str | None = None) -> Any:
-    """The rows of a file, which is written first if a text is given."""
+def rows_of(path: Path, task: type[Task] | str, text: str | list | None = None) -> Any:
+    """The rows of a file, which is written first if a text, or rows of JSON, are given."""
     if text is not None:
+        text = text if isinstance(text, str) else "\n".join(map(json.dumps, text))
         path.write_text(text, encoding="utf-8")
     task = named(task) if isinstance(task, str) else task
     return read_file(path, task.columns, "--train", task=task)
 
 
-def killed_and_resumed(out: Path, step: int = 3, **options: Any) -> None:
-    """Assert that a run interrupted after a step and resumed equals one without interruption."""
-    rows = {"device": "cpu", "max_length": 16, "batch_size": 4, "epochs": 2, "checkpoint_every": 2}
-    rows |= options
+def killed_and_resumed(out: Path, *steps: int, **options: Any) -> None:
+    """Assert that a run interrupted after each of ``steps``, and resumed, equals a whole one."""
+    rows = {"device": "cpu", "max_length": 16, "checkpoint_every": 1, **options}
     run("distill", **rows, out=out / "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, step, crash)
-        run("distill", **rows, out=out / "killed", expect=130)
+    resume = None
+    for step in steps:
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, step, crash)
+            run("distill", **rows, resume=resume, out=out / "killed", expect=130)
+        resume = True
     run("distill", **rows, resume=True, out=out / "killed")
     assert same_weights(out / "whole", out / "killed")
     past = [read_json(out / name / "student/fastkd.json") for name in ("whole", "killed")]
