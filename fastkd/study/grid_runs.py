@@ -274,8 +274,9 @@ class GridRuns:
             progress.track.stop()
 
     def _take(self, progress: "Progress") -> None:
+        parent = multiprocessing.parent_process()
         for cell in self.cells:
-            if _orphaned() or self.done(cell):
+            if (parent is not None and not parent.is_alive()) or self.done(cell):
                 continue
             path = self.path(cell)
             lock = filelock.FileLock(path.with_suffix(".lock"), blocking=False)
@@ -496,9 +497,3 @@ class Progress:
             f"{self.total - missing}/{self.total}  {cell.task}  {cell.variant}  seed {cell.seed}:  "
             f"{told}, {clock(left)} left"
         )
-
-
-def _orphaned() -> bool:
-    """Whether the process that started this worker has died."""
-    parent = multiprocessing.parent_process()
-    return parent is not None and not parent.is_alive()

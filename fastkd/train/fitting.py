@@ -371,7 +371,7 @@ def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
 
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
-    model = sharding.without_shards(model) if run.config.shard else model
+    model = vars(model).get(sharding.EMPTY, model)
     kind: Any = type(without_adapters(model))
     # Teacher and student are timed with the same attention.
     return kind.from_pretrained(target, **attention_for(run.config.method, run.config.attention))
@@ -426,17 +426,6 @@ class TrainingCallback(TrainerCallback):
         self.received = signum
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
         self.run.display.say(f"stopping after this step{again}")
-
-    def save_best(self, entry: dict[str, Any], history: list[dict]) -> None:
-        """Save the student with its report."""
-        run, student = self.run, cast(Any, self.distiller.student)
-        assert run.out is not None
-        found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
-        manifest = {**run.out.manifest, **self.report, **found}
-        whole = sharding.whole(student) if run.config.shard else student
-        processes.on_first_process(
-            lambda: save_model(self.target, whole, run.data.tokenizer, manifest, run.data.task)
-        )
 
     @property
     def remedy(self) -> str:
@@ -494,16 +483,17 @@ class TrainingCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, **_):
         began = time.perf_counter()
         past = history_of(state.log_history)
+        run, student = self.run, cast(Any, self.distiller.student)
         entry = {
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
-            "scores": judge(self.run, self.distiller.student).scores,
+            "scores": judge(run, student).scores,
             "losses": losses_of(state.log_history),
             "seconds": began - self.started,
-            **(self.measure(self.run, self.distiller.student) if self.measure else {}),
+            **(self.measure(run, student) if self.measure else {}),
         }
-        metric = self.run.data.corpus.metrics[0]
-        sign = -1 if metric in self.run.data.task.lower_is_better else 1
+        metric, task = run.data.corpus.metrics[0], run.data.task
+        sign = -1 if metric in task.lower_is_better else 1
         main = entry["scores"][metric]
         if math.isnan(main):
             raise TrainingFailed(
@@ -513,14 +503,19 @@ class TrainingCallback(TrainerCallback):
         before = [x for x in past if self._head_is_trained(x["step"], state.max_steps)]
         entry["best"] = ready and all(sign * main > sign * old["scores"][metric] for old in before)
         if entry["best"]:
-            self.save_best(entry, [*past, entry])
+            assert run.out is not None
+            found = {"complete": False, "student": entry["scores"], "best": entry}
+            manifest = {**run.out.manifest, **self.report, **found, "history": [*past, entry]}
+            whole = sharding.whole(student) if run.config.shard else student
+            save = functools.partial(save_model, self.target, whole, run.data.tokenizer)
+            processes.on_first_process(lambda: save(manifest, task))
         # Seconds are those of training alone.
         self.started += time.perf_counter() - began
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
-        self.run.display.event("evaluation", title=self.title, **entry)
+        run.display.event("evaluation", title=self.title, **entry)
         mark = "  (best so far)" if entry["best"] else "" if ready else "  (head not trained yet)"
-        self.run.display.say(
+        run.display.say(
             f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
         )

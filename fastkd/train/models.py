@@ -75,16 +75,6 @@ def difference(
     return None
 
 
-def same_tokens(first: Any, second: Any, rows: tuple[list[int], list[str]], special: bool) -> bool:
-    """Whether two tokenizers are one for ``rows``: one may have further tokens, with further ids.
-
-    Two vocabularies of which one holds the other may still cut a text differently.
-    """
-    one, other = first.get_vocab().items(), second.get_vocab().items()
-    nested = one <= other or one >= other
-    return nested and difference(first, second, rows, special) is None
-
-
 def other_token(first: Any, second: Any, texts: Sequence[str]) -> tuple[int, str, str] | None:
     """An id of ``texts`` read by ``first`` that is another token of ``second``, and both tokens."""
     own = {i: token for token, i in second.get_vocab().items()}
@@ -175,9 +165,12 @@ def load_tokenizers(config: Config, corpus: Corpus, display: Display) -> tuple[A
                     f"{whose}: its token {other[0]} is {other[1]!r}, and {other[2]!r} in the "
                     f"tokenizer of {option} {name}; leave --tokenizer out"
                 )
-        elif task.two_tokenizers and not same_tokens(own, read, rows, special):
-            return own, read
         found = difference(read, own, rows, special)
+        if config.tokenizer is None and task.two_tokenizers:
+            # One may have further tokens, with further ids.
+            mine, theirs = own.get_vocab().items(), read.get_vocab().items()
+            if found is not None or not (mine <= theirs or mine >= theirs):
+                return own, read
         if found is None and len(read) > load(option, name, AutoConfig, remote).vocab_size:
             read = own  # without the teacher's further tokens
         if found is not None:

@@ -295,8 +295,12 @@ def locked(out: Path) -> Iterator[None]:
         lock = filelock.FileLock(path, blocking=False)
         lock.acquire()
     except filelock.Timeout:
+        holder = ""
+        with contextlib.suppress(OSError):
+            holder = path.read_text()
         raise InputError(
-            f"--out {out}: in use by {_holder(path)}; wait for it, or give another --out"
+            f"--out {out}: in use by {holder or 'another process'}; wait for it, or give another "
+            "--out"
         ) from None
     except OSError as error:
         what = "there is a file of that name" if out.is_file() else error.strerror
@@ -311,10 +315,3 @@ def locked(out: Path) -> Iterator[None]:
         for directory in created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
-
-
-def _holder(lock: Path) -> str:
-    try:
-        return lock.read_text() or "another process"
-    except OSError:
-        return "another process"

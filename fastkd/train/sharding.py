@@ -83,11 +83,6 @@ def sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def without_shards(model: nn.Module) -> Any:
-    """The unsharded model: its copy on the meta device, or ``model`` if it is not sharded."""
-    return vars(model).get(EMPTY, model)
-
-
 def whole(model: Any) -> Any:
     """Full copy of a sharded model in the first process, None in the others.
 

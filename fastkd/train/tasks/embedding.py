@@ -132,12 +132,12 @@ class Embedding(Task):
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         text = text_of(record, columns.text, where)
         pair = None if columns.pair is None else text_of(record, columns.pair, where)
-        negatives = [
-            text
-            for name in _negatives(columns, record)  # rows of .jsonl may differ in number
-            if record[name] is not None
-            for text in _texts_in(record, name, where)
-        ]
+        negatives: list[str] = []
+        for name in _negatives(columns, record):  # rows of .jsonl may differ in number
+            if isinstance(record[name], str):
+                negatives.append(text_of(record, name, where))
+            elif record[name] is not None:
+                negatives += words_of(record, name, where)
         score = None
         if columns.label is not None:
             value = field(record, columns.label, where)
@@ -329,12 +329,6 @@ def _negatives(columns: Columns, record: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns with wrong answers."""
     asks = columns.pair is not None and columns.label is None
     return tuple(name for name in record if asks and NEGATIVE.fullmatch(name))
-
-
-def _texts_in(record: dict[str, Any], name: str, where: str) -> list[str]:
-    """The text, or the list of texts, in a column."""
-    one = isinstance(record[name], str)
-    return [text_of(record, name, where)] if one else words_of(record, name, where)
 
 
 def _texts_of(text: str, pair: str | None, negatives: list[str]) -> list[str]:

@@ -102,7 +102,7 @@ class Reranking(Task):
 
     @classmethod
     def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
-        count = _positives(row["label"])
+        count = int(sum(row["label"][: len(row["label"]) // 2]))
         return {"query": row["text"], "pos": row["pair"][:count], "neg": row["pair"][count:]}
 
     def without_labels(self, rows: Rows) -> Rows:
@@ -210,10 +210,6 @@ def _number(value: Any, where: str) -> float:
     if found is None or not math.isfinite(found):
         raise InputError(f"{where}: score {value!r:.40} is not a finite number")
     return found
-
-
-def _positives(label: Sequence[float]) -> int:
-    return int(sum(label[: len(label) // 2]))
 
 
 def _ranked(scores: Sequence[float], relevance: Sequence[float]) -> tuple[float, float]:
