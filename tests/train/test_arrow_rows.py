@@ -146,8 +146,8 @@ def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
 def test_a_corpus_larger_than_the_memory_it_may_take(tmp_path, cache, tokenizer):
     """Python's memory while a file is read and encoded; Arrow's is that of a batch, or mapped."""
     path, peaks = tmp_path / "a.tsv", []
-    for rows in (1000, 8000):
-        lines = (f"good {chr(0x4E00 + i % 256) * 700}\t{i % 2}.5" for i in range(rows))
+    for rows in (256, 1024):
+        lines = (f"good {'x' * 8000}\t{i % 2}.5" for i in range(rows))
         path.write_text("\n".join(["sentence\tlabel", *lines]))
         before = pyarrow.total_allocated_bytes()
         tracemalloc.start()
@@ -155,4 +155,4 @@ def test_a_corpus_larger_than_the_memory_it_may_take(tmp_path, cache, tokenizer)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert len(tokens) == rows and pyarrow.total_allocated_bytes() - before < 2**21
-    assert peaks[1] < 1.5 * peaks[0] < path.stat().st_size
+    assert peaks[1] < 1.2 * peaks[0] < path.stat().st_size
