@@ -6,12 +6,15 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import typing
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -79,15 +82,8 @@ def invoke(tiny, tmp_path, monkeypatch):
 
 @pytest.fixture
 def copy(tiny, tmp_path):
-    """A copy of the teacher, with a configuration of other values."""
-
-    def copy(name="model", **changes):
-        model = shutil.copytree(tiny / "teacher", tmp_path / name)
-        path = model / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        return model
-
-    return copy
+    """A copy of the teacher."""
+    return lambda name="model": shutil.copytree(tiny / "teacher", tmp_path / name)
 
 
 def bad_options():
@@ -121,28 +117,17 @@ def test_malformed_options(invoke, tiny):
 CPU = Computation(torch.device("cpu"), "fp32", 8)
 HEAD = b"text\tlabel\n"
 ZIPPED = gzip.compress(HEAD + b"good film\t1\n" * 5000)
-# Files whose content does not match their suffix: name, bytes, part of the message.
+# Files whose content does not match their suffix: name, bytes, part of the message. Broken rows
+# of right files: tests/train/test_drawn_files.py.
 OTHER_FILES = [
     ("mac.tsv", b"text\tlabel\rgood\t1\r", "no rows"),
-    ("utf16.tsv", "text\tlabel\ngood\t1\n".encode("utf-16"), "row 1: not UTF-8"),
     ("utf16.csv", "text,label\ngood,1\n".encode("utf-16-le"), "which column is the text"),
     ("latin.json", b'[{"text": "a", "label": 1},\n{"text": "\xfc"}]', "row 2: not UTF-8"),
-    ("nul.jsonl", b'{"text": "a", "label": 1}\n\0\n', "row 2: not JSON"),
-    ("comma.jsonl", b'{"text": "a", "label": 1},\n', "row 1: not JSON"),
     ("digits.jsonl", b'{"text": "a", "label": ' + b"9" * 5000 + b"}\n", "row 1: not JSON"),
-    ("digits.json", b'[{"text": "a", "label": ' + b"9" * 5000 + b"}]", "row 1: not JSON"),
     ("half.jsonl", rb'{"text": "\ud800", "label": 1}', "row 1: column 'text' holds half"),
-    ("half.json", rb'[{"text": "a", "label": "\udfff"}]', "row 1: column 'label' holds half"),
     ("object.json", b'{"data": [{"text": "a", "label": 1}]}', "which column is the text"),
-    ("columns.json", b'{"text": ["a"], "label": [1]}', "row 1: column 'text' is not text"),
-    ("second.json", b'[{"text": "a", "label": 1},\n\n{"text": 5, "label": 1}]', "row 2: column"),
-    ("gap.csv", b"text,label\na,1\n\nb,c,1\n", "row 4: 3 columns where row 1 has 2"),
-    ("string.json", b'"abc"', "row 1: not a JSON object"),
-    ("null.json", b"null", "row 1: not a JSON object"),
     ("none.json", b"[]", "no rows"),
-    ("nested.json", b"[[]]", "row 1: not a JSON object"),
     ("deep.json", b"[" * 100_000, "row 1: not JSON"),
-    ("deep objects.json", b'[{"a":' * 50_000, "row 1: not JSON"),
     ("two.json", b'[{"text": "a", "label": 1}]\n[]', "row 2: not JSON"),
     ("cut.json", b'[{"text": "a", "label": 1},\n\n', "row 3: not JSON"),
     ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
@@ -150,21 +135,14 @@ OTHER_FILES = [
     ("blank.csv", b" , label\na,1\n", "which column is the text"),
     ("bars.csv", b"text|label\na|1\n", "its columns are separated by '|'"),
     ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
-    ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
     ("open.csv", b'text,label\n"a\nb,1\n', 'row 2: its quote " is not closed'),
     ("after.csv", b'text,label\n"a"b,1\n', "row 2: "),
     ("space.tsv", HEAD + "\u3000\t1\n".encode(), "row 2: column 'text' is empty"),
-    ("control.tsv", HEAD + b"a\t\x1b[31m\n", "row 2: label"),
-    ("long.tsv", HEAD + b"a\t" + b"y" * 10**6 + b"\n", "row 2: label"),
     ("unknown.tsv", HEAD + b"zzz zzz\t1\n" * 8, "the tokenizer knows no word"),
     ("cut.tsv.gz", ZIPPED[:-9], "can't be read"),
-    ("short.tsv.gz", ZIPPED[:20], "can't be read"),
     ("sum.tsv.gz", ZIPPED[:-8] + b"\0" * 8, "can't be read"),
     ("more.tsv.gz", ZIPPED + b"xxx", "can't be read"),
-    ("twice.tsv.gz", gzip.compress(ZIPPED), "row 1: not UTF-8"),
-    ("plain.json.gz", b'[{"text": "a", "label": 1}]', "can't be read"),
     ("x.parquet", ZIPPED, "can't be read as Parquet"),
-    ("x.parquet.gz", ZIPPED, "can't be read as Parquet"),
     ("x.tsv.bz2", b"BZh", "unknown kind"),
     ("x", HEAD, "unknown kind"),
     (".tsv", HEAD, "unknown kind"),
@@ -192,82 +170,48 @@ def test_files_that_are_not_what_they_seem(refusal, tmp_path):
     for path, part in (*files, *parquet_files(tmp_path)):
         said = refusal(path)  # labels of Parquet are NaN where it is read
         assert path.name in said and part in said, (path, said)
-
-
-def test_names_that_are_not_what_they_seem(refusal, tmp_path):
     os.mkfifo(tmp_path / "pipe.tsv")
     (tmp_path / "loop.tsv").symlink_to("loop.tsv")
-    (tmp_path / "lost.tsv").symlink_to("nowhere")
     (tmp_path / "folder.tsv").mkdir()
-    for path, part in (
+    for name, part in (
         ("pipe.tsv", "not a regular file"), ("loop.tsv", "no such file"),
-        ("lost.tsv", "no such file"), ("folder.tsv", "directory"), ("a\tb.tsv", "no such file"),
-        ("\x1b[31m.tsv", "no such file"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
-        ("/proc/self/mem", "unknown kind"),
+        ("folder.tsv", "directory"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
     ):  # fmt: skip
-        said = refusal(tmp_path / path)
-        assert part in said, (path, said)
+        said = refusal(tmp_path / name)
+        assert part in said, (name, said)
 
 
 def parquet_files(folder):
     """(path, a part of the message): columns of other types, and damage anywhere."""
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     now = datetime.datetime(2020, 1, 1)
     columns = {
         "null": (["a", None], [1, 0], "row 2: column 'text' is not text"),
-        "bytes": ([b"a", b"b"], [1, 0], "row 1: column 'text' is not text"),
         "lists": ([["a"], ["b"]], [1, 0], "row 1: column 'text' is not text"),
         "times": (["a", "b"], [now, now], "row 1: label"),
         "nan": (["a", "b"], [float("nan"), 0.0], "row 1: label"),
         "structs": (["a", "b"], [{"a": 2}, {"a": 3}], "row 1: label"),
         "decimals": (["a", "b"], [decimal.Decimal("1.5"), decimal.Decimal(1)], "row 1: label"),
-        "empty": (arrow.array([], arrow.string()), arrow.array([], arrow.int64()), "no rows"),
+        "empty": (pyarrow.array([], pyarrow.string()), [], "no rows"),
     }
-    for name, (text, label, part) in columns.items():
+    tables = {
+        name: (pyarrow.table({"text": text, "label": label}), part)
+        for name, (text, label, part) in columns.items()
+    }
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text"] * 2)
+    for name, (table, part) in {**tables, "twice": (twice, "'text' occurs twice")}.items():
         path = folder / f"{name}.parquet"
-        parquet.write_table(arrow.table({"text": text, "label": label}), path)
+        parquet.write_table(table, path)
         yield path, part
-    path = folder / "twice.parquet"
-    table = arrow.Table.from_arrays(
-        [arrow.array(["a"])] * 2 + [arrow.array([1])], ["text"] * 2 + ["label"]
-    )
-    parquet.write_table(table, path)
-    yield path, "column 'text' occurs twice"
-    whole = (folder / "nan.parquet").read_bytes()
-    for end in (4, 8, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+    whole = path.read_bytes()
+    for end in (4, len(whole) // 2, len(whole) - 1):
         path = folder / f"cut{end}.parquet"
         path.write_bytes(whole[:end])
         yield path, "can't be read as Parquet"
 
 
-CONFIGURATIONS = [
-    {"num_hidden_layers": 0}, {"num_hidden_layers": -1}, {"num_hidden_layers": "x"},
-    {"hidden_size": 15}, {"hidden_size": 32}, {"num_attention_heads": 0}, {"vocab_size": 3},
-    {"vocab_size": 0}, {"vocab_size": "a"}, {"max_position_embeddings": 8}, {"id2label": 5},
-    {"id2label": {"x": "a"}}, {"dtype": "float99"}, {"model_type": "none"}, {"hidden_act": "none"},
-    {"hidden_dropout_prob": 5}, {"pad_token_id": 99999}, {"layer_norm_eps": "x"},
-]  # fmt: skip
-
-
 @pytest.fixture
 def given(tiny):
     return {"train": tiny / "train.tsv", "eval": tiny / "dev.tsv", "max_length": 16}
-
-
-def test_configurations_that_fit_no_weights(invoke, copy, given):
-    for i, changes in enumerate(CONFIGURATIONS):
-        model = copy(f"model{i}", **changes)
-        with pytest.raises(InputError, match=r"--teacher|--student-layers"):
-            made(**given, teacher=model, finetune_teacher=float(i % 2))
-        if i % 3 == 0 and "num_hidden_layers" not in changes:
-            assert invoke("evaluate", model=model).exit_code == 2, changes
-        if i % 3 == 1:
-            assert invoke("analyze", model=model).exit_code in (0, 2)
-    # Classes that a head does not name are none.
-    odd = copy(id2label={"0": "a", "5": "b"})
-    assert invoke("predict", model=odd).exit_code == 0 == invoke("distill", teacher=odd).exit_code
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38, None])
@@ -289,24 +233,34 @@ def test_weights_that_give_no_outputs(invoke, copy, value):
         assert f"--{name}" in result.stderr and said in result.stderr
 
 
-@pytest.mark.parametrize("word", [
-    "alpha", "=1", "alpha=", "alpha=nan", "alpha=inf", "alpha=-1", "alpha=[1]", "alpha=1e999",
-    "alpha={}", "alpha=lambda: 1", "alpha=" + "(" * 500, "layers=9", "layers=[0]", "layers=[9,1]",
-    "layers=1.5", "layers=true", "layers=none", "layers=x", "normalize=5", "normalize=l3",
-    "distance=", "no=1", "\0=1", "task_weight=none", "beta=0x", "beta='", "beta=1_",
-])  # fmt: skip
-def test_malformed_hyperparameters(invoke, word):
-    result = invoke("distill", "--set", word, method="fcd")
-    assert result.exit_code == 2, result.output
-    assert "--set" in result.stderr or "--method fcd" in result.stderr
+def test_malformed_hyperparameters(given, tiny):
+    """Where they are read, or where the method is made."""
+    for word in (
+        "alpha", "=1", "alpha=", "alpha=nan", "alpha=inf", "alpha=-1", "alpha=[1]", "alpha=1e999",
+        "alpha={}", "alpha=lambda: 1", "alpha=" + "(" * 500, "layers=9", "layers=[0]",
+        "layers=1.5", "layers=true", "layers=none", "layers=x", "normalize=5", "normalize=l3",
+        "distance=", "no=1", "\0=1", "task_weight=none", "beta=0x", "beta='", "beta=1_",
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"^options|--set|--method fcd"):
+            made(**given, teacher=tiny / "teacher", method="fcd", options=word)
 
 
+LAYERLESS = ({"num_hidden_layers": 0}, {"num_hidden_layers": -1})
+# Files of a model: other bytes, or other fields of the configuration; None cuts off a half.
 DAMAGES = {
-    "config.json": (b"", b"{", b"[]", b'{"model_type": "bert"}', b'{"model_type": 5}', b"\xff"),
+    "config.json": (
+        b"", b"{", b"[]", b'{"model_type": "bert"}', b'{"model_type": 5}', b"\xff",
+        *LAYERLESS, {"num_hidden_layers": "x"},
+        {"hidden_size": 15}, {"hidden_size": 32}, {"num_attention_heads": 0}, {"vocab_size": 3},
+        {"vocab_size": 0}, {"vocab_size": "a"}, {"max_position_embeddings": 8}, {"id2label": 5},
+        {"id2label": {"x": "a"}}, {"dtype": "float99"}, {"model_type": "none"},
+        {"hidden_act": "none"}, {"hidden_dropout_prob": 5}, {"pad_token_id": 99999},
+        {"layer_norm_eps": "x"},
+    ),
     "model.safetensors": (b"", b"x", b"\xff" * 100, None),
     "tokenizer.json": (b"", b"{}", b"[1]", b"\xff"),
     "tokenizer_config.json": (b"", b"[]", b"{"),
-}
+}  # fmt: skip
 
 
 def test_damaged_model_files(invoke, copy, given):
@@ -315,24 +269,33 @@ def test_damaged_model_files(invoke, copy, given):
     Of the damages half in a run.
     """
     cases = [(file, content) for file, contents in DAMAGES.items() for content in contents]
-    cases = random.Random(FIRST).sample(cases, len(cases) // 2)
-    for i, (file, content) in enumerate(cases):
+    for i, (file, content) in enumerate(random.Random(FIRST).sample(cases, len(cases) // 2)):
         model = copy(f"model{i}")
         whole = (model / file).read_bytes()
+        # A model without layers can be read, but not taught by.
+        harmless = file.startswith("tokenizer") or content in LAYERLESS
+        if isinstance(content, dict):
+            content = json.dumps({**json.loads(whole), **content}).encode()
         (model / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
         for flag, read, options in (
-            ("--teacher", made, {**given, "teacher": model}),
+            ("--teacher|--student-layers", made, {**given, "teacher": model}),
             ("--model", TrainedModel, {"name": str(model), "computation": CPU, "remote_code": 0}),
         ):
             try:
                 read(**options)
             except InputError as error:
-                assert flag in str(error), (file, content)
+                assert re.search(flag, str(error)), (file, content)
             else:  # some damage to a tokenizer's options is none
-                assert file.startswith("tokenizer"), (file, content)
+                assert harmless, (file, content)
     model = copy("bare")
     for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
         path.unlink()
     for command, name in (("distill", "teacher"), ("evaluate", "model")):
         result = invoke(command, **{name: model})
         assert result.exit_code == 2 and "tokenizer" in result.stderr, result.output
+    # Classes that a head does not name are none.
+    odd = copy("odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**config, "id2label": {"0": "a", "5": "b"}}))
+    assert invoke("predict", model=odd).exit_code == 0
+    made(**given, teacher=odd)

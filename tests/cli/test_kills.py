@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -35,7 +36,6 @@ class Killer:
     def __init__(self):
         self.root, self.count, self.last = None, 0, None
         self.renamed = {}  # by path: number of its last rename
-        self.hooked = False
 
     def hook(self, event, arguments):
         if self.root is None or event not in EVENTS or not self.concerns(arguments[0]):
@@ -59,8 +59,7 @@ class Killer:
         if self.last is not None and self.count >= self.last:
             if half_written is not None and self.count == self.last:
                 root, self.root = self.root, None
-                with open(half_written, "wb") as file:
-                    file.write(b"half")
+                half_written.write_bytes(b"half")
                 self.root = root
             raise Killed
 
@@ -70,130 +69,110 @@ class Killer:
         def wrapped(*args, **kwargs):
             path = args[place] if len(args) > place else kwargs.get("filename")
             if self.root is not None and self.concerns(path):
-                self.operation(half_written=path)
+                self.operation(Path(path))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(module, name, wrapped)
 
-    def watch_writers(self, monkeypatch):
+    def watch(self, monkeypatch):
         # Not on import: a hook stays, and slows Dynamo and the interpreter in all other tests.
-        if not self.hooked:
-            sys.addaudithook(self.hook)
-            self.hooked = True
+        sys.addaudithook(self.hook)
         self.wrap(monkeypatch, torch, "save", 1)
         self.wrap(monkeypatch, safetensors.torch, "save_file", 1)
         self.wrap(monkeypatch, transformers.modeling_utils, "safe_save_file", 1)
 
 
-KILLER = Killer()
-
-
-@pytest.fixture
-def killer(monkeypatch):
-    KILLER.watch_writers(monkeypatch)
-    yield KILLER
-    KILLER.root = None
+@pytest.fixture(scope="module")
+def killer():
+    found = Killer()
+    with pytest.MonkeyPatch.context() as patch:
+        found.watch(patch)
+        yield found
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    """A run with a fine-tuned teacher, two epochs and checkpoints in between."""
+def run(killer, tmp_path_factory):
+    """A run with a fine-tuned teacher, two epochs and checkpoints, killed at operation ``last``."""
     path = tmp_path_factory.mktemp("kills")
     make_bare(path / "teacher")
     write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
     more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 1, "method": "lrkd"}
-    return words_of("distill", **{**usual(path, path, **more), "learning_rate": 1e-2, "out": None})
+    given = {**usual(path, path, **more), "learning_rate": 1e-2}
 
-
-def run(words, out, *flags, killer=None, last=None):
-    gc.collect()  # frames of a killed run hold its lock, which a dead process does not
-    if killer is not None:
+    def run(out, *flags, last=None):
+        gc.collect()  # frames of a killed run hold its lock, which a dead process does not
         killer.root, killer.count, killer.last = str(out), 0, last
-    try:
-        return CliRunner().invoke(app, [*words, "--out", str(out), *flags])
-    except Killed:
-        return None
-    finally:
-        if killer is not None:
+        try:
+            return CliRunner().invoke(app, words_of("distill", *flags, **{**given, "out": out}))
+        except Killed:
+            return None
+        finally:
             killer.root = None
+
+    return run
 
 
 def contents(out):
+    """The results' files, which are all that there is and sound, and their weights."""
+    for name in ("student", "teacher"):
+        assert find_damage(out / name) is None and not unlisted_files(out / name)
     found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
-    return found, {
-        name: load_file(out / name / "model.safetensors") for name in ("student", "teacher")
-    }
+    return found, [load_file(out / x / "model.safetensors") for x in ("student", "teacher")]
 
 
 def assert_same(out, expected):
     files, models = contents(out)
     assert files == expected[0]
-    for name, weights in expected[1].items():
-        assert all(torch.equal(models[name][key], value) for key, value in weights.items()), name
+    for model, weights in zip(models, expected[1], strict=True):
+        assert all(torch.equal(model[name], value) for name, value in weights.items())
 
 
 @pytest.fixture(scope="module")
-def whole(words, tmp_path_factory):
-    """Number of file operations of a run without kills, and the files that it leaves."""
+def whole(run, killer, tmp_path_factory):
+    """Results of a run without kills, its number of operations, and that of the last seal."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        KILLER.watch_writers(patch)
-        result = run(words, out, killer=KILLER)
+    result = run(out)
     assert result.exit_code == 0, result.output
-    return KILLER.count, contents(out)
+    return contents(out), killer.count, killer.renamed["unfinished/student/.fastkd.json.new"]
 
 
 # A few of all the places in CI; FASTKD_KILLS=all tries each.
 SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 90
 
 
-def test_a_kill_before_the_last_seal_has_its_name(words, whole, killer, tmp_path):
-    """A half-written manifest is not listed among the student's files."""
-    out = tmp_path / "out"
-    last = KILLER.renamed["unfinished/student/.fastkd.json.new"]
-    assert run(words, out, killer=killer, last=last) is None
-    assert (out / "unfinished" / "student" / ".fastkd.json.new").exists()
-    for _ in range(2):
-        result = run(words, out, "--resume")
-        assert result.exit_code == 0, result.output
-        assert_same(out, whole[1])
-    assert find_damage(out / "student") is None and not unlisted_files(out / "student")
-
-
 @pytest.mark.parametrize("part", range(2))
-def test_every_kill_resumes_to_the_same_bits(words, whole, killer, tmp_path, part):
-    places = range(1, whole[0] + 1)
-    assert len(places) > 100
+def test_every_kill_resumes_to_the_same_bits(run, whole, tmp_path, part):
+    expected, total, seal = whole
+    assert total > 100
     # The first ones make the output, the last one clears away.
-    ends = [*places[4:8:3], whole[0]] if part == 0 else []
-    for last in [*places[part * SHARE :: 2 * SHARE], *ends]:
+    ends = [5, 8, seal, total] if part == 0 else []
+    for last in [*range(1 + part * SHARE, total + 1, 2 * SHARE), *ends]:
         out = tmp_path / f"out{last}"
-        result = run(words, out, killer=killer, last=last)
+        result = run(out, last=last)
         assert result is None or result.exit_code, f"operation {last} was not the end"
         if (out / "unfinished" / "fastkd.json").exists():
-            refused = run(words, out)
+            refused = run(out)
             assert refused.exit_code == 2 and "--resume" in refused.stderr
-        result = run(words, out, *(["--resume"] if out.exists() else []))
+        result = run(out, *(["--resume"] if out.exists() else []))
         assert result.exit_code == 0, (last, result.output)
-        assert_same(out, whole[1])
+        assert_same(out, expected)
 
 
-def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path):
+def test_a_kill_while_an_old_student_is_replaced(run, whole, killer, tmp_path):
     """At any moment a complete student is there, the old one or the new one."""
     first, out = tmp_path / "first", tmp_path / "out"
-    assert run(words, first, "--seed", "5").exit_code == 0
-    assert contents(first)[0] == whole[1][0]
+    assert run(first, "--seed", "5").exit_code == 0
     shutil.copytree(first, out)
-    run(words, out, "--overwrite", killer=killer)
-    total = killer.count
+    run(out, "--overwrite")
     # The last operations replace the results and clear the rest.
-    for last in range(total - 40, total + 1, 1 if SHARE == 1 else 19):
+    for last in range(killer.count - 40, killer.count + 1, 1 if SHARE == 1 else 19):
         shutil.rmtree(out)
         shutil.copytree(first, out)
-        run(words, out, "--overwrite", killer=killer, last=last)
-        assert not (out / "student").exists() or find_damage(out / "student") is None
-        if not (out / "student").exists():
+        run(out, "--overwrite", last=last)
+        if (out / "student").exists():
+            assert find_damage(out / "student") is None
+        else:
             assert (out / ".student.old").exists()
-        result = run(words, out, "--resume")
+        result = run(out, "--resume")
         assert result.exit_code == 0, (last, result.output)
-        assert_same(out, whole[1])
+        assert_same(out, whole[0])
