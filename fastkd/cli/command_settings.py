@@ -27,7 +27,7 @@ MEASURES = ("svcca", "pwcca", "cca", "cka", "unbiased_cka")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings(Checked):
-    out: Path = option(Path("runs/demo"), "Output directory for the table and the pictures.")
+    out: Path = option(Path("runs/demo"), "Output directory for the report and the best student.")
     steps: int | None = option(
         None, "Training steps of each student; default: 40, or 2 with --fast.", least=1
     )

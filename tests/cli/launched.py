@@ -120,7 +120,7 @@ def packaged(folder: Path, words: list[str]) -> None:
 
     Of the demo's methods two are enough for processes to share.
     """
-    demo.METHODS = {name: METHODS[name] for name in (demo.LABELS_ONLY, "fcd")}
+    demo.METHODS = {name: METHODS[name] for name in ("labels", "fcd")}
     demo.teacher_path = packaged_teacher.teacher_path = lambda: folder / "teacher"
     load = functools.partial(docstrings.load_docstrings, root=folder / "library")
     docstrings.SETS["areas"] = load

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +15,6 @@ import torch
 from torch.distributed import run as torchrun
 from transformers import BertConfig, BertForQuestionAnswering
 
-from fastkd.cli import demo
-from fastkd.distill import METHODS
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
 from fastkd.train.fitting import StepSampler
@@ -316,19 +315,12 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
 
 def check_demo(out, printed):
     """Of two methods: others train in tests/cli, tests/study and, all, in tests/distill."""
-    assert list(METHODS) == list(demo.TITLES)
-    report = json.loads((out / "demo.json").read_text())
-    assert report["processes"] == 2 and report["seeds"] == [0, 1]
-    assert report["size"]["student_steps"] == 1
-    for name in (demo.LABELS_ONLY, "fcd"):
-        student = report["students"].pop(name)
-        assert 0 <= student["accuracy"] <= 1 and demo.TITLES[name] in printed
-        assert student["parameters"] < report["teacher"]["parameters"]
-        assert (student["difference"] is None) == (name == demo.LABELS_ONLY)
-    assert not report["students"] and (out / "student" / "config.json").exists()
-    assert all((out / f"{x}.png").stat().st_size > 5000 for x in ("students", "relations"))
+    assert (out / "student" / "config.json").exists()
+    assert all((out / name).stat().st_size > 1000 for name in ("relations.png", "report.html"))
     assert "2 areas: language, numbers (chance: 0.500)" in printed
-    assert "8 of them with a label" in printed
+    assert "8 of them with a label" in printed and "2 seeds, 1 steps each" in printed
+    for name in ("teacher", "labels", "fcd"):
+        assert re.search(rf"(?m)^ *{name}\b.* [01]\.\d{{4}}\b", printed), printed
 
 
 def check_study(out, printed):
@@ -337,7 +329,7 @@ def check_study(out, printed):
 
 
 @pytest.mark.parametrize(("name", "options", "said", "check"), [
-    ("demo", ["--fast", "--steps", "1", "--device", "cpu"], "pictures in", check_demo),
+    ("demo", ["--fast", "--steps", "1", "--device", "cpu"], "report:", check_demo),
     ("study", ["study.toml"], "report:", check_study),
 ])  # fmt: skip
 def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said, check):
