@@ -1,8 +1,8 @@
 """A server with a tiny decoder that speaks vLLM's and SGLang's protocols, with planted faults.
 
 Each of the next requests fails as a fault says: a status, or one of "delay", "drip", "cut",
-"reorder", "twice", "nan", "truncate", "token", "logits", "shift", "swap", "other" (another prompt,
-without its ids), "choices".
+"truncate", "token", "logits", "shift", "swap", "other" (another prompt, without its ids),
+"choices".
 """
 
 import asyncio
@@ -41,18 +41,10 @@ class Served:
         logits, _ = self.run(tokens)
         values = logits if fault == "logits" else logits.log_softmax(-1)
         top = values[:-1].topk(min(k, values.shape[-1]), -1)
-        rows = [
+        return [
             list(zip(v, i, strict=True))
             for v, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
         ]
-        for row in rows:
-            if fault == "reorder":
-                row.reverse()
-            if fault == "twice":
-                row[-1] = row[0]
-            if fault == "nan":
-                row[0] = float("nan"), row[0][1]
-        return rows
 
 
 async def answer(request: web.Request, made: Any) -> web.StreamResponse:

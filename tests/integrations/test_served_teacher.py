@@ -147,7 +147,7 @@ def short_pauses(monkeypatch):
 
 
 # Slow answers time out and are requested again.
-@pytest.mark.parametrize("fault", [500, 503, 507, 530, 429, "cut", "reorder", "delay", "drip"])
+@pytest.mark.parametrize("fault", [500, 530, 429, "cut", "delay", "drip"])
 def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
     slow = fault in ("delay", "drip")
     server.plant(fault, *[] if slow else [fault])
@@ -156,12 +156,11 @@ def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
     )
 
 
+# Entries of a wrong form or with wrong numbers: test_served_top_k.py.
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
         (404, "refuses a row of"),
-        ("nan", "log-probabilities of at most 0, got nan"),
-        ("twice", "must not have a token twice"),
         ("truncate", "without truncation"),
         ("token", "without added tokens"),
         ("logits", "log-probabilities"),
@@ -173,12 +172,9 @@ def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
 )
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, sentence, protocol):
-    if (fault, protocol) == ("twice", "vllm"):
-        sentence = "request at least k"  # a JSON object keeps one of two equal keys
     server.plant(*[fault] * 3)
-    k = V if fault == "twice" else 3
     with pytest.raises(ServerError, match=sentence):
-        distiller_of(served_by(server, protocol, top_k=k), teacher)(**batch())
+        distiller_of(served_by(server, protocol, top_k=3), teacher)(**batch())
 
 
 def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, short_pauses):
