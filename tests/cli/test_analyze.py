@@ -64,71 +64,61 @@ def without_pictures(monkeypatch):
 
 
 def test_teacher_student_and_the_student_before(folder, tmp_path):
-    measures = ["svcca", "pwcca"]
-    output = run("analyze", model=folder, student=folder / "student", data=folder / "data.tsv",
-                 measures=",".join(measures), sentence="a small model", out=tmp_path,
-                 batch_size=40)  # fmt: skip
+    given = {"model": folder, "student": folder / "student", "data": folder / "data.tsv"}
+    given |= {"measures": "pwcca", "sentence": "a small model", "batch_size": 40}
+    output = run("analyze", **given, out=tmp_path)
     written = json.loads((tmp_path / "layers.json").read_text())
     teacher, tokenizer = report.load_model(str(folder), torch.device("cpu"))
     student = BertModel.from_pretrained(folder / "student")
     texts = [line for line in (folder / "text.txt").read_text().splitlines() if line]
     labels = [len(line) % 2 for line in texts]
     batches = list(report.batches_of(tokenizer, texts, batch_size=40, labels=labels))
+
+    def same(found, expected):
+        torch.testing.assert_close(torch.tensor(found).double(), expected)
+
     for name, model in (("student", student), ("before", student_from_teacher(teacher, [1, 3]))):
-        across = layer_similarity(teacher, batches, measures, other=model)
-        alone = layer_similarity(model, batches, measures)
-        for measure in measures:
-            for found, expected in (
-                (written[name]["to_model"][measure], across[measure]),
-                (written[name][measure], alone[measure]),
-            ):
-                torch.testing.assert_close(torch.tensor(found).double(), expected)
-        intra = analysis.layer_intra_class_similarity(model, batches)
-        found = torch.tensor(written[name]["intra_class_similarity"]).double()
-        torch.testing.assert_close(found, intra)
-        assert written[name]["rccc"] == pytest.approx(float(alone["svcca"][0, -1]))
-        assert 0 < written[name]["relations"]["l2"] <= 1
-    adjacent = torch.tensor(written["adjacent_cca"]).double()
-    torch.testing.assert_close(adjacent, analysis.adjacent_layer_cca(teacher, batches))
+        own, found = layer_similarity(model, batches, ["svcca", "pwcca"]), written[name]
+        same(found["to_model"]["pwcca"],
+             layer_similarity(teacher, batches, ["pwcca"], other=model)["pwcca"])  # fmt: skip
+        same(found["pwcca"], own["pwcca"])
+        same(found["rccc"], own["svcca"][0, -1])
+        same(found["intra_class_similarity"], analysis.layer_intra_class_similarity(model, batches))
+        assert 0 < found["relations"]["l2"] <= 1
+    same(written["adjacent_cca"], analysis.adjacent_layer_cca(teacher, batches))
     for value in (written["adjacent_cca"][2], written["rccc"]):
         assert f"{value:.4f}" in output
     assert written["tokens"] == sum(int(x["attention_mask"].sum()) for x in batches)
     assert written["sentence"]["tokens"] == ["[CLS]", "a", "small", "model", "[SEP]"]
     rows = list(csv.DictReader((tmp_path / "layers.csv").open()))
-    assert len(rows) == 2 * (16 + 9 + 9 + 12 + 12)
+    assert len(rows) == 16 + 9 + 9 + 12 + 12
     models = ("model", "before")
     found = [r for r in rows if (r["model"], r["other_model"]) == models and r["layer"] == "2"]
-    assert [float(r["value"]) for r in found[3:6]] == written["before"]["to_model"]["pwcca"][2]
-    for name in (*measures, "relations"):
+    assert [float(r["value"]) for r in found] == written["before"]["to_model"]["pwcca"][2]
+    for name in ("pwcca", "relations"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "student before" in output and "ρ of the sentence's relations" in output
 
 
-def test_a_narrower_student_before(folder):
+def test_what_the_students_record_says(folder, tmp_path):
+    """The columns of its training, and sizes of the student before."""
     settings = AnalyzeSettings(model=str(folder), student=str(folder / "narrow"), text=folder)
     models, _ = report.load_models(settings, torch.device("cpu"))
+    weights = models["before"].state_dict()
     expected = student_from_teacher(models["model"], [1, 3], config={"intermediate_size": 8})
-    weights = expected.state_dict()
     assert weights["encoder.layer.0.intermediate.dense.weight"].shape == (8, 16)
-    for name, value in models["before"].state_dict().items():
-        assert torch.equal(value, weights[name])
-
-
-def test_columns_are_those_of_the_training(folder, tmp_path):
+    assert all(torch.equal(x, weights[name]) for name, x in expected.state_dict().items())
     rows = ["a small model\twords\tno", "words\tof a model\tyes", "small\tsmall\t-100"] * 4
     data = tmp_path / "pairs.tsv"
     data.write_text("\n".join(["one\ttwo\tclass", *rows]))
     student = shutil.copytree(folder / "student", tmp_path / "student")
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
     (student / MANIFEST).write_text(json.dumps({"settings": columns}))
-    for settings in (
-        AnalyzeSettings(model=str(folder), data=data, **columns),
-        AnalyzeSettings(model=str(folder), student=str(student), data=data),
-    ):
-        texts, pairs, classes = report.read(settings)
-        assert texts[0] == "a small model" and pairs[1] == "of a model" and len(texts) == 12
-        # Rows that are marked as having no label are of no class.
-        assert [*classes[:3]] == [0, 1, -100]
+    settings = AnalyzeSettings(model=str(folder), student=str(student), data=data)
+    texts, pairs, classes = report.read(settings)
+    assert texts[0] == "a small model" and pairs[1] == "of a model" and len(texts) == 12
+    # Rows that are marked as having no label are of no class.
+    assert [*classes[:3]] == [0, 1, -100]
     error = run("analyze", model=student, data=folder / "data.tsv", expect=2)
     assert "was trained on pairs of texts; --text-pair-column" in error
 
@@ -150,39 +140,34 @@ def test_a_decoder(folder, tmp_path, without_pictures):
 
 
 def command_on_ranks(rank, words):
+    """Output of the command, and what it says where it fails in the second process."""
     report.plot_layer_panels = report.plot_sentence = lambda *args, **options: None
-    return run("analyze", *words)
+    output = run("analyze", *words)
 
-
-def test_processes_share_the_rows(folder, tmp_path, without_pictures):
-    words = ["--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
-             "--batch-size", 5, "--measures", "pwcca", "--device", "cpu"]  # fmt: skip
-    run("analyze", *words, "--out", tmp_path / "one")
-    first, second = run_ranks(command_on_ranks, 2, tmp_path, [*words, "--out", tmp_path / "two"])
-    assert "RCCC" in first and not second
-    one, two = (read_json(tmp_path / name / "layers.json") for name in ("one", "two"))
-    for name in ("rccc", "pwcca", "intra_class_similarity", "tokens"):
-        for a, b in ((one, two), (one["student"], two["student"])):
-            if name in a:
-                torch.testing.assert_close(torch.tensor(a[name]), torch.tensor(b[name]))
-    assert one["sentence"] == two["sentence"]
-
-
-def failing_on_the_second(rank, words):
     def stream(*arguments, **options):
         if rank == 1:
             raise ValueError("not here")
         return layer_comparison.stream(*arguments, **options)
 
     report.stream = stream
-    return result_of(["analyze", *map(str, words)])
+    return output, result_of(["analyze", *map(str, words)])
 
 
-def test_what_fails_in_one_process_is_said_once_and_ends_all(folder, tmp_path):
-    words = ["--model", folder, "--text", folder / "text.txt", "--device", "cpu", "--batch-size", 5]
-    codes, _, said = zip(*run_ranks(failing_on_the_second, 2, tmp_path, words), strict=True)
-    assert codes == (2, 2)
-    assert "".join(said) == f"Error: --model {folder}: not here\n"
+def test_processes_share_the_rows(folder, tmp_path, without_pictures):
+    words = ["--model", folder, "--student", folder / "student", "--data", folder / "data.tsv",
+             "--batch-size", 5, "--measures", "pwcca", "--device", "cpu"]  # fmt: skip
+    run("analyze", *words, "--out", tmp_path / "one")
+    found = run_ranks(command_on_ranks, 2, tmp_path, [*words, "--out", tmp_path / "two"])
+    (first, (code, _, error)), (second, (other_code, _, silence)) = found
+    assert "RCCC" in first and not second
+    assert (code, other_code) == (2, 2)
+    assert error + silence == f"Error: --model {folder}: not here\n"
+    one, two = (read_json(tmp_path / name / "layers.json") for name in ("one", "two"))
+    for name in ("rccc", "pwcca", "intra_class_similarity", "tokens"):
+        for a, b in ((one, two), (one["student"], two["student"])):
+            if name in a:
+                torch.testing.assert_close(torch.tensor(a[name]), torch.tensor(b[name]))
+    assert one["sentence"] == two["sentence"]
 
 
 MISTAKES = [

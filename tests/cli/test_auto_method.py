@@ -79,9 +79,8 @@ def test_a_run_records_its_method_and_keeps_it(distill, tiny, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("flags", [{"preset": "paper"}, {"set": "alpha=1"}])
-@pytest.mark.parametrize("command", ["distill", "cache", "verify"])
-def test_what_belongs_to_one_method_needs_its_name(tmp_path, command, flags):
-    error = run(command, teacher=tmp_path, task="sst2", **flags, expect=2)
+def test_what_belongs_to_one_method_needs_its_name(tmp_path, flags):
+    error = run("verify", teacher=tmp_path, task="sst2", **flags, expect=2)
     assert f"--{next(iter(flags))} needs --method NAME" in error
 
 

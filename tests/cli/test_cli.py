@@ -207,16 +207,19 @@ def test_manifests_that_fastkd_did_not_write(opened, tmp_path):
 def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
     """Nor is a file of them that was changed, or that fastkd did not write, ever deleted."""
     out, same = shutil.copytree(runs / "labels", tmp_path / "out"), {"method": "labels"}
-    assert "already complete" in distill("--resume", **same, student_layers=2)
-    for options, words in (
-        ({}, "already holds a student; .*--overwrite"),
-        ({"resume": True, **same, "student_layers": 2, "seed": 1}, "seed = 0, now it is 1"),
-    ):
+    same["student_layers"] = 2
+
+    def refused(words, folder=out, **options):
+        before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(InputError, match=words):
-            opened(**options)
+            opened(folder, **options)
+        assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+
+    assert "already complete" in distill("--resume", **same)
+    refused("already holds a student; .*--overwrite")
+    refused("seed = 0, now it is 1", **same, resume=True, seed=1)
     (out / "student" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"student holds notes.txt.*move it away"):
-        opened(overwrite=True)
+    refused(r"student holds notes.txt.*move it away", overwrite=True)
     # Put there, or changed, while the new run trains.
     (out / "student" / "README.md").write_text("a card of my own")
     with replacing(out / "student", {"run": "new"}):
@@ -225,10 +228,7 @@ def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
     assert visible(kept) == ["README.md", "notes.txt"] and find_damage(out / "student") is None
     assert (kept / "README.md").read_text() == "a card of my own"
     half = shutil.copytree(runs / "stopped", tmp_path / "half")
-    before = {p: p.stat().st_mtime_ns for p in half.rglob("*") if p.is_file()}
-    with pytest.raises(InputError, match=r"unfinished run.*--resume.*--overwrite"):
-        opened(half)
-    assert before == {p: p.stat().st_mtime_ns for p in half.rglob("*") if p.is_file()}
+    refused(r"unfinished run.*--resume.*--overwrite", half)
     for place, flag in (
         ("new/unfinished/mine.txt", "resume"), ("new/unfinished/mine.txt", "overwrite"),
         ("other/student/model.safetensors", "overwrite"), ("third/unfinished", "overwrite"),
@@ -236,8 +236,7 @@ def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-        with pytest.raises(InputError, match="fastkd did not write"):
-            opened(tmp_path / place.split("/")[0], **{flag: True})
+        refused("fastkd did not write", tmp_path / place.split("/")[0], **{flag: True})
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])
@@ -285,24 +284,21 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill):
 
 
 # Every way to end, once; test_kills.py has every place.
-@pytest.mark.parametrize(("step", "how", "every", "newest"), [
-    (2, press_ctrl_c, None, 2),  # in the teacher's fine-tuning
-    (7, crash, 3, 6),  # Ctrl-C saves a checkpoint at once; a crash leaves the last one
-    (5, hang_up, None, 5),  # at an evaluation
-    (8, terminate, 8, 8),  # the last step, in the middle of an epoch
+@pytest.mark.parametrize(("step", "how", "code", "every", "newest"), [
+    (2, press_ctrl_c, 130, None, "teacher-checkpoints/checkpoint-2"),
+    (7, crash, 130, 3, "checkpoints/checkpoint-6"),  # which saves no checkpoint at once
+    (5, hang_up, 129, None, "checkpoints/checkpoint-5"),  # at an evaluation
+    (8, terminate, 143, 8, "checkpoints/checkpoint-8"),  # the last step, in the middle of an epoch
 ])  # fmt: skip
-def test_resuming_gives_the_uninterrupted_result(distill, runs, tmp_path, step, how, every, newest):
-    options = {**RUN, "checkpoint_every": every}
+def test_resuming_gives_the_same_result(distill, runs, tmp_path, step, how, code, every, newest):
+    options, out = {**RUN, "checkpoint_every": every}, tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, step, how)
-        code = {terminate: 143, hang_up: 129}.get(how, 130)
         assert "--resume" in distill(expect=code, **options)
-    name = "teacher-checkpoints" if step == 2 else "checkpoints"
-    found = (tmp_path / "out/unfinished" / name).glob("checkpoint-*")
-    assert max(int(path.name.split("-")[1]) for path in found) == newest
+    assert (out / "unfinished" / newest).exists()
     distill("--resume", **options)
-    assert same_weights(tmp_path / "out", runs / "whole")
-    resumed, whole = report_of(tmp_path / "out"), report_of(runs / "whole")
+    assert same_weights(out, runs / "whole")
+    resumed, whole = report_of(out), report_of(runs / "whole")
     for name in ("student", "teacher", "compared_layers"):
         assert resumed[name] == whole[name]
     assert resumed["seconds"]["training"] <= resumed["seconds"]["total"]
@@ -317,43 +313,40 @@ def flip(path):
     path.write_bytes(content)
 
 
+def cut_off(path):
+    """A checkpoint that a kill interrupted, beside a sound one."""
+    path = path.with_name("checkpoint-8")
+    path.mkdir()
+    (path / "trainer_state.json").write_text('{"global_step":')
+
+
+def older(path):
+    """As they were when the teacher's trainer was another."""
+    (path / "method.pt").unlink()
+    saving.write_manifest(path, saving.read_manifest(path))
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs, tmp_path):
     """Without the best student the training starts again."""
-
-    def damaged(harm):
-        work = shutil.copytree(runs / "stopped", tmp_path / harm) / "unfinished"
-        number = json.loads((work / MANIFEST).read_text())["run"]
-        return work / "checkpoints", Checkpoints(work / "checkpoints", number)
-
-    place, _ = damaged("names")
-    assert visible(place) == ["checkpoint-5", "checkpoint-7"]
-    state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "method.pt", "trainer_state.json"}
-    assert state <= {*saving.read_manifest(place / "checkpoint-7")["files"]}
-    for harm, why in (
-        (MANIFEST, MANIFEST), ("optimizer.pt", "optimizer.pt is missing"),
-        ("flip", "model.safetensors"), ("cut off", "incomplete"),
-        ("older", "an older"), ("other", "belongs to another run"),
-    ):  # fmt: skip
-        place, checkpoints = damaged(harm)
-        newest, sound = place / "checkpoint-7", place / "checkpoint-5"
-        if harm == "cut off":
-            newest, sound = newest.with_name("checkpoint-8"), newest
-            newest.mkdir()
-            (newest / "trainer_state.json").write_text('{"global_step":')
-        elif harm == "older":  # as they were when the teacher's trainer was another
-            (newest / "method.pt").unlink()
-            saving.write_manifest(newest, saving.read_manifest(newest))
-        elif harm == "other":
-            saving.write_manifest(newest, {"run": "x"})
-        elif harm == "flip":
-            flip(newest / "model.safetensors")
-        else:
-            (newest / harm).unlink()
-        said = []
-        assert checkpoints.newest(said.append) == sound
+    for i, (harm, why, used) in enumerate((
+        (lambda path: (path / MANIFEST).unlink(), MANIFEST, 5),
+        (lambda path: (path / "optimizer.pt").unlink(), "optimizer.pt is missing", 5),
+        (lambda path: flip(path / "model.safetensors"), "model.safetensors", 5),
+        (cut_off, "incomplete", 7),
+        (older, "an older", 5),
+        (lambda path: saving.write_manifest(path, {"run": "x"}), "belongs to another run", 5),
+    )):  # fmt: skip
+        work = shutil.copytree(runs / "stopped", tmp_path / str(i)) / "unfinished"
+        place, said = work / "checkpoints", []
+        assert visible(place) == ["checkpoint-5", "checkpoint-7"]
+        (place / "checkpoint-mine").mkdir()
+        state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "method.pt", "trainer_state.json"}
+        assert state <= {*saving.read_manifest(place / "checkpoint-7")["files"]}
+        harm(place / "checkpoint-7")
+        checkpoints = Checkpoints(place, json.loads((work / MANIFEST).read_text())["run"])
+        assert checkpoints.newest(said.append) == place / f"checkpoint-{used}"
         (line,) = said
-        assert f"{newest.name}: cannot be used (" in line and "the one before it" in line
-        assert why in line and (find_damage(newest) or not newest.exists())
+        assert ": cannot be used (" in line and "the one before it" in line and why in line
     out = shutil.copytree(runs / "stopped", tmp_path / "out")
     (out / "unfinished/student/model.safetensors").write_bytes(b"")
     output = distill("--resume", **RUN)

@@ -120,20 +120,15 @@ def contents(out):
     return found, [load_file(out / x / "model.safetensors") for x in ("student", "teacher")]
 
 
-def assert_same(out, expected):
-    files, models = contents(out)
-    assert files == expected[0]
-    for model, weights in zip(models, expected[1], strict=True):
-        assert all(torch.equal(model[name], value) for name, value in weights.items())
-
-
 @pytest.fixture(scope="module")
 def whole(run, killer, tmp_path_factory):
-    """Results of a run without kills, its number of operations, and that of the last seal."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    result = run(out)
+    """Old results; those of a run that replaces them, its operations, and that of the last seal."""
+    old, out = (tmp_path_factory.mktemp("whole") / name for name in ("old", "out"))
+    assert run(old, "--seed", "5").exit_code == 0
+    shutil.copytree(old, out)
+    result = run(out, "--overwrite")
     assert result.exit_code == 0, result.output
-    return contents(out), killer.count, killer.renamed["unfinished/student/.fastkd.json.new"]
+    return old, contents(out), killer.count, killer.renamed["unfinished/student/.fastkd.json.new"]
 
 
 # A few of all the places in CI; FASTKD_KILLS=all tries each.
@@ -142,37 +137,33 @@ SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 90
 
 @pytest.mark.parametrize("part", range(2))
 def test_every_kill_resumes_to_the_same_bits(run, whole, tmp_path, part):
-    expected, total, seal = whole
+    """At any moment a complete student is there, the old one or the new one."""
+    old, (files, models), total, seal = whole
     assert total > 100
-    # The first ones make the output, the last one clears away.
-    ends = [5, 8, seal, total] if part == 0 else []
-    for last in [*range(1 + part * SHARE, total + 1, 2 * SHARE), *ends]:
-        out = tmp_path / f"out{last}"
-        result = run(out, last=last)
+    kills = [(True, last) for last in range(1 + part * SHARE, total + 1, 2 * SHARE)]
+    if part == 0:  # the last operations replace the results; the first ones make a new output
+        kills += [(True, x) for x in (seal, *range(total - 40, total + 1, 1 if SHARE == 1 else 20))]
+        kills += [(False, x) for x in (2, 5, 8)]
+    for replaces, last in kills:
+        out = tmp_path / f"out{last}{replaces}"
+        if replaces:
+            shutil.copytree(old, out)
+        flags = ["--overwrite"] * replaces
+        result = run(out, *flags, last=last)
         assert result is None or result.exit_code, f"operation {last} was not the end"
+        if replaces and not (out / "student").exists():
+            assert (out / ".student.old").exists()
+        elif replaces:
+            assert find_damage(out / "student") is None
         if (out / "unfinished" / "fastkd.json").exists():
             refused = run(out)
             assert refused.exit_code == 2 and "--resume" in refused.stderr
-        result = run(out, *(["--resume"] if out.exists() else []))
+            flags = ["--resume"]
+        elif last > total - 40:
+            flags = ["--resume"]
+        result = run(out, *flags)
         assert result.exit_code == 0, (last, result.output)
-        assert_same(out, expected)
-
-
-def test_a_kill_while_an_old_student_is_replaced(run, whole, killer, tmp_path):
-    """At any moment a complete student is there, the old one or the new one."""
-    first, out = tmp_path / "first", tmp_path / "out"
-    assert run(first, "--seed", "5").exit_code == 0
-    shutil.copytree(first, out)
-    run(out, "--overwrite")
-    # The last operations replace the results and clear the rest.
-    for last in range(killer.count - 40, killer.count + 1, 1 if SHARE == 1 else 19):
-        shutil.rmtree(out)
-        shutil.copytree(first, out)
-        run(out, "--overwrite", last=last)
-        if (out / "student").exists():
-            assert find_damage(out / "student") is None
-        else:
-            assert (out / ".student.old").exists()
-        result = run(out, "--resume")
-        assert result.exit_code == 0, (last, result.output)
-        assert_same(out, whole[0])
+        found = contents(out)
+        assert found[0] == files, last
+        for model, weights in zip(found[1], models, strict=True):
+            assert all(torch.equal(model[name], value) for name, value in weights.items()), last

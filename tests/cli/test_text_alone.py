@@ -29,15 +29,10 @@ def alone(folder, tmp_path):
     return usual(folder, tmp_path, **texts)
 
 
-@pytest.fixture
-def distill(alone):
-    return lambda **options: run("distill", **{**alone, **options})
-
-
-def test_evaluation_by_the_agreement_with_the_teacher(distill, alone, folder, tmp_path):
-    given = {"eval": folder / "held-out.txt", "method": "mc3kd"}
-    assert "24 rows without labels: soft targets alone" in distill(**given)
-    assert "already complete" in distill(**given, resume=True)
+def test_evaluation_by_the_agreement_with_the_teacher(alone, folder, tmp_path):
+    given = {**alone, "eval": folder / "held-out.txt", "method": "mc3kd"}
+    assert "24 rows without labels: soft targets alone" in run("distill", **given)
+    assert "already complete" in run("distill", "--resume", **given)
     report = report_of(tmp_path / "out")
     assert report["teacher"] == {"agreement": 1.0} and report["labels"] == ["bad", "good"]
     both = [told(model, folder / "held-out.txt", tmp_path / f"{i}.jsonl", max_length=16)
@@ -45,8 +40,6 @@ def test_evaluation_by_the_agreement_with_the_teacher(distill, alone, folder, tm
     same = [one["label"] == other["label"] for one, other in zip(*both, strict=True)]
     assert report["student"]["agreement"] == pytest.approx(np.mean(same))
     assert losses_of(tmp_path / "out").get("task", 0) == 0
-    for method in ("knn", "fcd"):
-        assert first_step(**{**alone, "method": method})[1].get("task", 0) == 0
 
 
 def test_the_same_losses_as_from_rows_whose_labels_count_nothing(alone, tmp_path):
@@ -57,6 +50,8 @@ def test_the_same_losses_as_from_rows_whose_labels_count_nothing(alone, tmp_path
         for given in ({}, {"unlabelled": None, "train": rows})
     )
     torch.testing.assert_close(one["soft"], other["soft"], rtol=1e-6, atol=0)
+    for method in ("knn", "fcd"):
+        assert first_step(**{**alone, "method": method})[1].get("task", 0) == 0
 
 
 @pytest.mark.parametrize("teacher", ["scorer", "tagger-of-labels", "teacher"])
@@ -76,7 +71,7 @@ def test_evaluation_of_other_labels(alone, folder, teacher):
     assert -1 <= learned[metric] <= 1
 
 
-def test_mistakes(distill, folder):
+def test_mistakes(alone, folder):
     held_out = {"eval": folder / "held-out.txt"}
     for options, words in (
         ({"eval": None}, "--eval is missing"),
@@ -84,11 +79,11 @@ def test_mistakes(distill, folder):
         ({**held_out, "metric": "f1"}, "no column 'label', which --metric f1 compares"),
         ({**held_out, "method": "labels"}, "--unlabelled and --method labels exclude each other"),
     ):
-        assert words in distill(**options, expect=2)
+        assert words in run("distill", **{**alone, **options}, expect=2)
 
 
-def test_labels_of_few_rows_are_evaluated_as_often_as_other_methods(distill, folder, tmp_path):
+def test_labels_of_few_rows_are_evaluated_as_often_as_other_methods(alone, folder, tmp_path):
     """An epoch of the labelled rows alone is one step, and each was followed by an evaluation."""
     few = {"unlabelled": None, "train": folder / "train.tsv", "labelled": 8, "steps": 12}
-    distill(**few, epochs=None, method="labels")
+    run("distill", **{**alone, **few, "epochs": None, "method": "labels"})
     assert [entry["step"] for entry in report_of(tmp_path / "out")["history"]] == [6, 12]

@@ -111,15 +111,15 @@ def test_onnx_files(folder, student, report, tmp_path):
     path = tmp_path / "x.onnx"
     words = {"model": student, "data": folder / "test.tsv", "onnx": path}
 
-    def refused(said, **more):
-        assert said in run("evaluate", **words | more, expect=2)
+    def refused(said, command="evaluate", **more):
+        assert said in run(command, **words | more, expect=2)
 
     refused("no such file")
     write_onnx(Classifier.from_pretrained(student), path, "logits")
     score = report["test"]["student"]["accuracy"]
     assert f"accuracy {score:.4g}" in run("evaluate", **words)
     other = make_teacher(tmp_path / "other", labels=3)
-    refused("it has 2 outputs, and --model", model=other, label_order="0,1,2")
+    refused("it has 2 outputs, and --model", "predict", model=other)
     path.write_bytes(b"x")
     refused("--onnx")
     for name, output, said in (
@@ -295,11 +295,13 @@ def test_a_marker_runs_no_code(tiny, tmp_path, monkeypatch):
 
 def test_a_length_that_leaves_no_room_for_words(tiny, tmp_path):
     model = shutil.copytree(tiny / "teacher", tmp_path / "model")
-    tokenizer = t.AutoTokenizer.from_pretrained(model)
+    backend = t.AutoTokenizer.from_pretrained(model).backend_tokenizer
     special, pair = [("[CLS]", 2), ("[SEP]", 3)], "[CLS] $A [SEP] [SEP] $B [SEP]"  # as RoBERTa's
-    processor = TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=special)
-    tokenizer.backend_tokenizer.post_processor = processor
-    tokenizer.save_pretrained(model)
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=special
+    )
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    t.PreTrainedTokenizerFast(tokenizer_object=backend, **named).save_pretrained(model)
     data = tmp_path / "pairs.tsv"
     data.write_text("text\tsecond\ngood film\tgood\n")
     options = {"model": model, "data": data, "text_pair_column": "second"}
@@ -331,7 +333,7 @@ def test_the_longest_text_of_a_model(tiny, tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_text_is_read_as_it_is_alone(side, tmp_path):
     """By decoders, also one whose padding token the tokenizer lacks."""
-    make_teacher(tmp_path / "model", head=False)
+    make_teacher(tmp_path / "words", head=False)
     torch.manual_seed(3)
     sizes = {"vocab_size": 17, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
     sizes |= {"hidden_size": 32, "max_position_embeddings": 32, "initializer_range": 0.5}
@@ -339,10 +341,10 @@ def test_a_text_is_read_as_it_is_alone(side, tmp_path):
         model = t.GPT2ForSequenceClassification(t.GPT2Config(**sizes))
     else:
         model = t.LlamaForSequenceClassification(t.LlamaConfig(**sizes, intermediate_size=64))
-    tokenizer = t.PreTrainedTokenizerFast(
-        tokenizer_object=t.AutoTokenizer.from_pretrained(tmp_path / "model").backend_tokenizer,
-        unk_token="[UNK]", padding_side=side, model_max_length=32,
-    )  # fmt: skip
+    backend = t.AutoTokenizer.from_pretrained(tmp_path / "words").backend_tokenizer
+    backend.post_processor = TemplateProcessing("$A", "$A $B")  # as decoders read
+    named = {"unk_token": "[UNK]", "eos_token": "[SEP]", "padding_side": side}
+    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=backend, **named, model_max_length=32)
     for part in (model.eval(), tokenizer):
         part.save_pretrained(tmp_path / "model")
     data, out = write_tsv(tmp_path / "a.tsv", 30), tmp_path / "out.json"
