@@ -12,15 +12,11 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from fastkd.analysis import plot_relations
 from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
@@ -35,7 +31,6 @@ from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.processes import choose_device
 from fastkd.train.saving import locked, move_directory
-from fastkd.train.scoring import Trained, seconds_a_batch
 
 #: Columns of the report's table that are printed.
 COLUMNS = ("", "score", "difference", "95% over seeds", "gap recovered", "seconds")
@@ -55,13 +50,12 @@ class Size:
     batch_size: int = 32
     max_length: int = 20
     student_layers: int = 3
-    timing_rounds: int = 9
 
 
 #: With --fast.
 FAST = Size(
     train_rows=8, eval_rows=4, labelled=8, seeds=2, teacher_epochs=0.1, student_steps=2,
-    batch_size=4, max_length=12, timing_rounds=1,
+    batch_size=4, max_length=12,
 )  # fmt: skip
 
 
@@ -131,7 +125,7 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
         (summary,) = grid_report.write(runs, out)
         display.say("training the best student once more, to keep it ...")
         best = max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant
-        speedup = _keep_best(best, runs, size, out)
+        speedup = _keep_best(best, runs, out)
         sizes = summary.example["parameters"]
     _show(summary, console)
     for line in (
@@ -144,35 +138,15 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
         say(console, line)
 
 
-def _keep_best(best: str, runs: GridRuns, size: Size, out: Path) -> float:
-    """Train the best student again, the same bits, save it, and draw what it sees.
-
-    Returns how many times as fast as the teacher it is.
-    """
-    found = {}
-
-    def draw(trained: Trained) -> dict[str, Any]:
-        run, student, teacher = trained.run, trained.student, trained.teacher
-        found.update(seconds_a_batch(run, student, teacher, size.timing_rounds))
-        held_out = run.sets.evals[""]
-        batch = run.sets.collate([held_out[int(held_out.lengths.argmax())]])
-        inputs = {k: v.to(run.computation.device) for k, v in batch.items() if k != "labels"}
-        tokens = run.data.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-
-        def features(model: nn.Module) -> torch.Tensor:
-            with torch.no_grad():
-                return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
-
-        pair = features(student), features(teacher)
-        plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
-        return {}
-
+def _keep_best(best: str, runs: GridRuns, out: Path) -> float:
+    """Train the best student again, the same bits; return how many times as fast it is."""
     cell = next(cell for cell in runs.cells if cell.variant == best)
     folder = runs.out / "best"
     shutil.rmtree(folder, ignore_errors=True)
-    run_distillation(Config.of({**runs.options(cell), "out": folder}), measure=draw)
+    report = run_distillation(Config.of({**runs.options(cell), "out": folder}))
     move_directory(folder / "student", out / "student")
-    return found["teacher"] / found["student"]
+    seconds = report["seconds_a_batch"]
+    return seconds["teacher"] / seconds["student"]
 
 
 def _show(summary: Summary, console: Console) -> None:

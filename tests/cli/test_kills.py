@@ -96,7 +96,7 @@ def run(killer, tmp_path_factory):
     path = tmp_path_factory.mktemp("kills")
     make_bare(path / "teacher")
     write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
-    more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 1, "method": "lrkd"}
+    more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 2, "method": "lrkd"}
     given = {**usual(path, path, **more), "learning_rate": 1e-2}
 
     def run(out, *flags, last=None):
@@ -122,13 +122,14 @@ def contents(out):
 
 @pytest.fixture(scope="module")
 def whole(run, killer, tmp_path_factory):
-    """Old results; those of a run that replaces them, its operations, and that of the last seal."""
+    """Old results; those of a run that replaces them, its operations, and two of these."""
     old, out = (tmp_path_factory.mktemp("whole") / name for name in ("old", "out"))
     assert run(old, "--seed", "5").exit_code == 0
     shutil.copytree(old, out)
     result = run(out, "--overwrite")
     assert result.exit_code == 0, result.output
-    return old, contents(out), killer.count, killer.renamed["unfinished/student/.fastkd.json.new"]
+    seal = killer.renamed["unfinished/student/.fastkd.json.new"]
+    return old, contents(out), killer.count, (seal, killer.renamed["student"] + 1)
 
 
 # A few of all the places in CI; FASTKD_KILLS=all tries each.
@@ -138,12 +139,13 @@ SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 90
 @pytest.mark.parametrize("part", range(2))
 def test_every_kill_resumes_to_the_same_bits(run, whole, tmp_path, part):
     """At any moment a complete student is there, the old one or the new one."""
-    old, (files, models), total, seal = whole
+    old, (files, models), total, named = whole
     assert total > 100
     kills = [(True, last) for last in range(1 + part * SHARE, total + 1, 2 * SHARE)]
-    if part == 0:  # the last operations replace the results; the first ones make a new output
-        kills += [(True, x) for x in (seal, *range(total - 40, total + 1, 1 if SHARE == 1 else 20))]
-        kills += [(False, x) for x in (2, 5, 8)]
+    if part == 0:
+        # The last seal, between the renames of a replacement, and the end; the first operations
+        # make a new output.
+        kills += [*((True, x) for x in (*named, total)), *((False, x) for x in (2, 5, 8))]
     for replaces, last in kills:
         out = tmp_path / f"out{last}{replaces}"
         if replaces:
@@ -158,6 +160,7 @@ def test_every_kill_resumes_to_the_same_bits(run, whole, tmp_path, part):
         if (out / "unfinished" / "fastkd.json").exists():
             refused = run(out)
             assert refused.exit_code == 2 and "--resume" in refused.stderr
+            assert (out / "student").exists() == replaces  # also between the renames
             flags = ["--resume"]
         elif last > total - 40:
             flags = ["--resume"]

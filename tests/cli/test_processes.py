@@ -316,7 +316,7 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
 def check_demo(out, printed):
     """Of two methods: others train in tests/cli, tests/study and, all, in tests/distill."""
     assert (out / "student" / "config.json").exists()
-    assert all((out / name).stat().st_size > 1000 for name in ("relations.png", "report.html"))
+    assert (out / "report.html").stat().st_size > 1000
     assert "2 areas: language, numbers (chance: 0.500)" in printed
     assert "8 of them with a label" in printed and "2 seeds, 1 steps each" in printed
     for name in ("teacher", "labels", "fcd"):

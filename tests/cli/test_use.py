@@ -189,7 +189,10 @@ def test_mistakes_of_evaluate_and_predict(folder, student, tiny, tmp_path):
     for options, part in (
         ({"model": "./none"}, "--model ./none: no such directory"),
         ({"model": folder / "out"}, f"did you mean {student}?\n"),
+        ({"model": make_teacher(tmp_path / "bare", head=False)}, "no classification head"),
         ({"max_length": 99}, "--max-length 99"),
+        ({"metric": "mse"}, "--metric mse"),
+        ({"out": dev / "x.tsv"}, "--out"),
         ({"metric": "agreement"}, "agreement compares with the teacher, and there is none"),
         ({"label_order": "1"}, "--label-order 1: must name the data's label for each class"),
         ({"out": "x.doc"}, "--out x.doc"),
