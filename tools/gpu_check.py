@@ -105,9 +105,10 @@ def right(case: Case, provider: Provider) -> str:
         found, other = bound.step()
         if not same_bits((loss, *grads), (found, *other)):
             raise AssertionError("a plan gives other bits")
-    if plans.failed():
-        raise AssertionError(plans.why_off())
-    return f"{sum(plan.proved for plan in plans._plans.values())} plans"
+    if plans.problem is not None:
+        raise AssertionError(plans.problem)
+    proved = [x for found in plans._plans.values() for x in found if x.proved is not None]
+    return f"{len(proved)} plans"
 
 
 def same_bits(found: Any, expected: Any) -> bool:

@@ -268,7 +268,7 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]) ->
         tools._remove_batch_dim(x, level, size, 0) if isinstance(x, Tensor) else [x] * size
         for x in grads
     ]
-    each = SimpleNamespace(**vars(ctx), needs_input_grad=ctx.needs_input_grad)
+    each = SimpleNamespace(**(vars(ctx) | {"needs_input_grad": ctx.needs_input_grad}))
     saved, found = ctx.saved_tensors, []
     for of_one in zip(*batches, strict=True):
         # A pass may change what is saved.

@@ -13,7 +13,6 @@ docs/plans.md explains all of it. ``FASTKD_PLANS=0`` in the environment switches
 
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
@@ -25,12 +24,13 @@ from torch import Tensor, nn
 
 from fastkd._core import extension
 from fastkd._core.numerics import multiplies_in_float32
+from fastkd._core.operator import RECORDING
 from fastkd._core.recording import NoPlan, Number, Recording, Text, mapped, private, tensors_in
 
 # A record costs as much as several calls as written: the eighth call is recorded.
 NEAR = 6  # sights of a function and its first shape after which keys are computed
 SIGHTS = 3  # sights of a key after which a call is recorded
-VARIED = 16  # sights of a key with any numbers, after which these are parameters
+MOST = 4  # plans of a key, for numbers whose comparisons have different outcomes
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
@@ -39,34 +39,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
 _capturing = torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
-_grad_enabled, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 
-
-_thread = threading.local()  # ``inside`` a planned function as written; ``saved`` in a proof
-_problem: str | None = None  # that switched plans off
+problem: str | None = None  # that switched plans off
 
 
 def why_off() -> str | None:
     """Why plans are off in this process, or None if they are on."""
-    if _problem is None and not ENABLED:
+    if problem is None and not ENABLED:
         return "FASTKD_PLANS=0"
     found = private()
-    return _problem or (found if isinstance(found, str) else None)
+    return problem or (found if isinstance(found, str) else None)
 
 
-def failed() -> bool:
-    """Whether a plan was at fault in this process."""
-    return _problem is not None
-
-
-def _switch_off(name: str, problem: str) -> None:
-    global ENABLED, _problem
+def _switch_off(name: str, reason: str) -> None:
+    global ENABLED, problem
     if ENABLED:
-        ENABLED, _problem = False, f"the plan of {name} {problem}"
+        ENABLED, problem = False, f"the plan of {name} {reason}"
         warnings.warn(
-            f"{_problem}, with torch {torch.__version__} and triton {metadata.version('triton')}; "
+            f"{problem}, with torch {torch.__version__} and triton {metadata.version('triton')}; "
             "plans are off now, and losses run as written, right but with more host time; please "
             "report it. FASTKD_PLANS=0 in the environment switches plans off from the start",
             stacklevel=3,
@@ -91,11 +83,9 @@ def _describe(
             if x.device != tensors[0].device:  # values may be read on the CPU
                 raise NoPlan("tensors of two devices")
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
-        elif kind is float and x:
+        elif kind is float:
             key.append(kind)
             numbers.append(x)
-        elif kind is float:
-            key.append(str(x))  # 0.0 and -0.0 differ
         elif kind is list or kind is tuple:
             key += (kind, len(x))
             _describe(x, key, tensors, numbers)
@@ -123,43 +113,29 @@ def _addresses(tensors: Sequence[Tensor]) -> Any:
     return known, tuple(map(found.index, found)), tuple(map(same.index, same))
 
 
-def _surroundings() -> tuple[Any, ...] | None:
-    """What a call depends on beside its arguments.
+def _key(
+    of: Iterable[Any], values: Iterable[Any]
+) -> tuple[tuple[Any, ...] | None, list[Tensor], tuple[float, ...]]:
+    """What a call depends on; tensors and floats of its ``values``.
 
-    None if something looks at or changes the operations of this thread. A default device, which
-    operations that name one don't read, is an exception.
+    The key is None if the call isn't covered, or if something looks at or changes the operations of
+    this thread. A default device, which operations that name one don't read, is an exception.
     """
     on: Any = private()
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
     if (
         isinstance(on, str)
         or (on.functions() and any(type(x) is not on.device_mode for x in on.modes()))
         or on.dispatches()
         or on.functorch() is not None
-        or on.tracing() is not None
         or on.runtime.launch_enter_hook.calls
         or on.runtime.launch_exit_hook.calls
     ):
-        return None
-    return (
-        _grad_enabled(),
-        multiplies_in_float32(),
-        on.deterministic(),
-        _default_dtype(),
-        on.autocast() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        on.driver.active.get_current_device(),
-    )
-
-
-def _key(
-    of: Iterable[Any], values: Iterable[Any]
-) -> tuple[tuple[Any, ...] | None, list[Tensor], tuple[float, ...]]:
-    """Key of a call, or None if it isn't covered; tensors and floats of its ``values``."""
-    tensors: list[Tensor] = []
-    numbers: list[float] = []
-    surroundings = _surroundings()
-    if surroundings is None:
         return None, tensors, ()
-    key = [*surroundings, *of]
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    key = [torch.is_grad_enabled(), multiplies_in_float32(), torch.get_default_dtype(), autocast]
+    key += (on.driver.active.get_current_device(), *of)
     try:
         _describe(values, key, tensors, numbers)
         key.append(_addresses(tensors))
@@ -169,73 +145,54 @@ def _key(
 
 
 class Plan:
-    """A program of what was recorded, and whether it is proved.
+    """A program of what was recorded, for numbers of which `holds` is true, and its proof.
 
-    ``program`` is None for a call that none can repeat. ``numbers`` are parameters: those of the
-    record. Only other ones prove that the program uses them.
+    ``program`` is None for a call that none can repeat. Numbers are parameters of it. One that was
+    the same in the record and all proofs isn't known to be used, and is a constant.
     """
 
-    def __init__(self, recording: Any, results: Any) -> None:
-        self.name, self.numbers = recording.name, recording.parameters
-        self.guards: dict[str, None] = {}
-        self.proved, self.called, self.program = False, True, cast(Any, None)
-        self.differs: Callable[[], bool | None] | None = None  # what the device found
+    program, called = cast(Any, None), True
+    differs: Callable[[], bool | None] | None = None  # what the device found in a proof
+    proved: Callable[[tuple[float, ...]], bool] | None = None  # for which numbers
+
+    def __init__(self, recording: Recording, results: Any) -> None:
+        self.name, self.constants = recording.name, list(enumerate(recording.numbers))
+        self.guards = [*dict.fromkeys(recording.guards)]
+        self.holds = _condition(self.guards)
         try:
-            self.guard(*recording.guards)
-            if self.holds(self.numbers):
-                self.program = recording.program(results)
+            self.program = recording.program(results)
+        except NoPlan:
+            pass
         except Exception as error:
-            recording.fail(error)
-        problem = recording.problem
-        if problem is not None and not isinstance(problem, NoPlan):
-            _switch_off(self.name, f"can't be recorded: {type(problem).__name__}: {problem}")
+            _switch_off(self.name, f"can't be recorded: {type(error).__name__}: {error}")
 
-    def guard(self, *conditions: str) -> None:
-        """Add conditions on the numbers ``n`` under which the program may be used."""
-        self.guards |= dict.fromkeys(conditions)
-        self.holds: Callable[[Any], bool] = eval(f"lambda n: {' and '.join(self.guards) or True}")
-
-    def fits(self, numbers: tuple[float, ...]) -> bool:
-        """Whether the program, if it is proved, is that of a call with these numbers."""
-        return self.program is not None and self.holds(numbers)
-
-    def ready(self) -> bool:
-        """Whether the program is proved. It doesn't wait for the device."""
-        if not self.proved and self.differs is not None and ENABLED and not _capturing():
-            differs = self.differs()
-            self.proved = differs is False
-            if differs:
-                _switch_off(self.name, "gave other bits than the call as written")
-        return self.proved and ENABLED
-
-    def to_prove(self, numbers: tuple[float, ...]) -> bool:
-        """Whether the next call proves the program. A capture would hold both calls."""
-        possible = ENABLED and self.program is not None and self.differs is None
-        return possible and not _capturing() and (not self.numbers or numbers != self.numbers)
+    def ready(self, numbers: tuple[float, ...]) -> bool:
+        """Whether the program is proved for these numbers. It doesn't wait for the device."""
+        differs = None if self.differs is None or _capturing() else self.differs()
+        if differs:
+            _switch_off(self.name, "gave other bits than the call as written")
+        elif differs is not None:
+            self.differs = None
+            same = [f"n[{i}] == {x!r}" for i, x in self.constants]
+            self.proved = _condition(self.guards + same)
+        return ENABLED and self.proved is not None and self.proved(numbers)
 
     def prove(self, numbers: tuple[float, ...], tensors: Sequence[Any], right: Any) -> None:
         """Let the device compare what the program computes and saves with what is right."""
-        same = enumerate(zip(self.numbers, numbers, strict=False))
-        self.guard(*(f"n[{i}] == {x!r}" for i, (x, y) in same if x == y))
-        saved = _thread.saved = list[Any]()
+        self.constants = [(i, x) for i, x in self.constants if numbers[i] == x]
         try:
             # Of saved-tensor hooks the innermost are called, not a user's.
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-                found = self.program(numbers, *tensors)
-            self.differs = _difference((found, saved), right)
+                self.differs = _difference(self.program(numbers, *tensors), right)
         except torch.OutOfMemoryError:  # a proof needs twice the memory
             self.program = None
         except Exception as error:
             _switch_off(self.name, f"raised {type(error).__name__}: {error}")
-        finally:
-            _thread.saved = None
 
 
-def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Saved tensors for the program: the pass as written may change those that it allocated."""
-    copies = [(x, None if x is None else x.clone()) for x in saved]
-    # A copy of another layout is of an input, which no pass changes.
-    return [y if x is None or y is None or x.stride() == y.stride() else x for x, y in copies]
+def _condition(texts: list[str]) -> Callable[[tuple[float, ...]], bool]:
+    """Function of the numbers ``n`` that says whether all conditions hold."""
+    return eval(f"lambda n: {' and '.join(texts) or True}", {"inf": float("inf")})  # type: ignore
 
 
 @torch.no_grad()
@@ -256,40 +213,51 @@ def _difference(found: Any, right: Any) -> Callable[[], bool | None]:
     return lambda: bool(on_host) if done is None or done.query() else None
 
 
+def _copy(x: Tensor | None) -> Tensor | None:
+    """A copy for the program: a backward pass may change what its forward pass allocated."""
+    y = None if x is None else x.clone()
+    return y if x is None or y is None or y.stride() == x.stride() else x  # else of an input
+
+
+class _Context(SimpleNamespace):
+    """Context of a forward pass that is recorded."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.constant = tensors
+
+
 class Record(Recording):
     """`Recording` with autograd functions as nodes."""
 
     def apply(self, function: type[torch.autograd.Function], options: Any, tensors: Any) -> Any:
         """``function.apply``; see `fastkd._core.numerics.apply`. Its forward pass is recorded.
 
-        The program passes what that pass computes and saves to a node.
+        A node, here and in the program, gets what that pass computes and saves.
         """
+        learns = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
         if isinstance(options, Tensor):
             self.fail(NoPlan("an autograd function without options"))
-        if self.problem is not None:
+        if self.problem is not None or not (torch.is_grad_enabled() and any(learns)):
             return function.apply(options, *tensors)
-        apply, node = _node(function), SimpleNamespace(name=self.name, function=function, plans={})
-
-        def forward(ctx: Any) -> Any:
-            result = function.forward(ctx, options, *tensors)
-            node.saved, node.constant = ctx.to_save or (), ctx.non_differentiable or ()
-            own = "node", "numbers"
-            node.attributes = {name: x for name, x in vars(ctx).items() if name not in own}
-            return result
-
-        result = apply((node, self.parameters, forward, None, ()), *tensors)
-        saved, constant = vars(node).pop("saved"), vars(node).pop("constant")
+        context = _Context(needs_input_grad=(False, *learns))
+        with torch.no_grad():
+            result = function.forward(context, options, *tensors)
+        attributes = vars(context)
+        saved, constant = attributes.pop("saved_tensors", ()), attributes.pop("constant", ())
+        apply, backward = _node(function), _backward_of(function, self.name, attributes)
+        found = apply((backward, self.numbers, result, saved, constant), *tensors)
         try:
-            if any(tensors_in(node.attributes)):
+            if any(tensors_in(attributes)):
                 raise NoPlan("a context holds a tensor")
-            self.saved.append(saved)
-            parts = [self.constant(node), "n" if self.parameters else "()"]
-            parts += map(self.text, (result, saved, constant))
-            given = list(tensors_in((tensors, result, saved)))
-            self.call(apply, (Text(f"({', '.join(parts)})"), *tensors), {}, given, result)
+            parts = [self.constant(backward), "n", self.text(result), self.save(saved)]
+            given = Text(f"({', '.join([*parts, self.text(constant)])})")
+            self.call(apply, (given, *tensors), {}, list(tensors_in((tensors, result))), found)
         except Exception as error:
             self.fail(error)
-        return result
+        return found
 
 
 @functools.cache
@@ -303,67 +271,48 @@ def _node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
-    ctx.node, ctx.numbers, result, saved, constant = given
-    if saved is None:  # in a record
-        return result(ctx)
+    ctx.backward, ctx.numbers, result, saved, constant = given
     ctx.save_for_backward(*saved)
     if constant:
         ctx.mark_non_differentiable(*constant)
-    if getattr(_thread, "saved", None) is not None:
-        _thread.saved.append(saved)
     return result
 
 
 def _backward(ctx: Any, *grads: Any) -> Any:
-    node, numbers = ctx.node, ctx.numbers
+    function, numbers = ctx.backward, ctx.numbers
     if torch.compiler.is_compiling():  # compiled autograd
-        for name, x in at(numbers, node.attributes).items():
-            setattr(ctx, name, x)
-        return node.function.backward(ctx, *grads)
-    saved, key, layouts = ctx.saved_tensors, None, []
+        return function(ctx, numbers, None, grads)
+    saved, key = ctx.saved_tensors, None
     if ENABLED and not torch.is_grad_enabled():
         with torch._C.DisableTorchFunction():
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
-            key, *_ = _key((ctx.needs_input_grad, keep), grads)
             # A user's hooks may return other strides and addresses.
             layouts = [x if x is None else (x.stride(), x.data_ptr() % 16, x.dtype) for x in saved]
-    plan, known = node.plans.get(key, (None, layouts))
-    if known != layouts:
-        key = plan = None
-    if plan is not None and (plan.proved or plan.ready()) and plan.holds(numbers):
-        return plan.program(numbers, *saved, *grads)
-
-    def written(guards: list[str] | None = None) -> Any:
-        context = SimpleNamespace(**at(numbers, node.attributes, guards))
-        context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
-        return node.function.backward(context, *grads)
-
-    if plan is not None and plan.to_prove(numbers):
-        copies = copies_of(saved)
-        result = written()
-        plan.prove(numbers, (*copies, *grads), (result, []))
-        return result
-    if plan is not None or key is None or _capturing():
-        return written()
-    with Record(node.name, (*saved, *grads), numbers) as recording:
-        result = written(recording.guards)
-    node.plans[key] = Plan(recording, result), layouts
-    return result
+            keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+            key, *_ = _key((function, ctx.needs_input_grad, keeps, *layouts), grads)
+    return _call(function, (ctx, numbers, saved, grads), {}, key, (*saved, *grads), numbers)
 
 
-def at(numbers: tuple[float, ...], x: Any, guards: list[str] | None = None) -> Any:
-    """``x`` with each `Number` computed from ``numbers``; one again if there are ``guards``."""
+def _backward_of(
+    function: type[torch.autograd.Function], name: str, attributes: dict[str, Any]
+) -> Callable[..., Any]:
+    """Backward pass of a function whose context has these attributes."""
 
-    def computed(old: float) -> float:
-        if type(old) is not Number:
-            return old
-        value = eval(old.text, {"n": numbers})
-        return value if guards is None else Number.of(value, old.text, guards)
+    def backward(ctx: Any, numbers: tuple[float, ...], saved: Any, grads: Any) -> Any:
+        def computed(x: float) -> float:
+            found: float = eval(x.text, {"n": numbers}) if type(x) is Number else x
+            return found
 
-    return mapped(x, computed)
+        if not torch.compiler.is_compiling():
+            ctx = SimpleNamespace(needs_input_grad=ctx.needs_input_grad, saved_tensors=saved)
+        for attribute, x in mapped(attributes, computed).items():
+            setattr(ctx, attribute, x)
+        return function.backward(ctx, *grads)
+
+    backward.__name__ = name
+    return backward
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], list[Plan]] = {}
 _sights = bytearray(1 << 16)  # by hash: rows of ever new lengths displace nothing
 _HALF = bytes(i >> 1 for i in range(256))
 _seen = 0
@@ -376,10 +325,11 @@ def _sight(place: int) -> int:
     _seen += 1
     if _seen % WINDOW == 0:
         _sights[:] = _sights.translate(_HALF)
-        for other, plan in list(_plans.items()):
-            if not plan.called:
-                _plans.pop(other, None)
-            plan.called = False
+        for key, plans in list(_plans.items()):
+            if not any(plan.called for plan in plans):
+                _plans.pop(key, None)
+            for plan in plans:
+                plan.called = False
     return _sights[place]
 
 
@@ -397,62 +347,68 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=clear_plans)
 
 
-def planned(
-    function: Public, prepare: Callable[[dict[str, Any], Tensor], dict[str, Any]] | None = None
-) -> Public:
-    """Decorate a loss, or a part of one: with metadata that were seen often it runs from a plan.
-
-    ``prepare(options, first)`` returns the keyword arguments of a call with the ``first`` tensor.
-    """
+def planned(function: Public) -> Public:
+    """Decorate a loss, or a part of one: with metadata that were seen often it runs from a plan."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not ENABLED or getattr(_thread, "inside", False):
+        recorded = getattr(RECORDING, "active", None) is not None
+        if not ENABLED or recorded or torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        key = None
         # A default device is a mode of torch functions, under which each attribute costs much.
         with torch._C.DisableTorchFunction():
             first = args[0] if args else None
             if type(first) is not Tensor:
                 first = next(tensors_in(args or kwargs), None)
-            near, key, plan, varied = 0, None, None, None
-            numbers: tuple[float, ...] = ()
             if first is not None and on_gpu(first) and not kwargs.get("gather"):
-                kwargs = kwargs if prepare is None else prepare(kwargs, first)
                 near = hash((function, first.shape)) % len(_sights)
                 if _sights[near] >= NEAR or _sight(near) >= NEAR:
+                    if type(kwargs.get("denominator")) is int:  # another one at each step
+                        kwargs["denominator"] = float(kwargs["denominator"])
                     key, tensors, numbers = _key((function, *kwargs), (*args, *kwargs.values()))
-                    plan = _plans.get((key, numbers))
-                    if plan is None and numbers:
-                        varied = _plans.get((key, None))
-                        plan = varied if varied is not None and varied.fits(numbers) else None
-            if plan is not None:
-                plan.called, _sights[near] = True, 255
-                if plan.proved or plan.ready():
-                    return plan.program(numbers, *tensors)
         if key is None:
             return function(*args, **kwargs)
-        vary = to_record = False
-        if plan is None:
-            of_key = hash(key) % len(_sights)
-            to_record = _sight(hash((key, numbers)) % len(_sights)) >= SIGHTS
-            if not to_record and numbers and (varied is None or varied.program is not None):
-                to_record = vary = _sight(of_key) >= VARIED
-            # Inference mode shows no change of a tensor.
-            to_record &= not torch.is_inference_mode_enabled() and not _capturing()
-        _thread.inside = True  # other planned functions are neither counted nor recorded
-        try:
-            if not to_record and (plan is None or not plan.to_prove(numbers)):
-                return function(*args, **kwargs)
-            with Record(function.__name__, tensors, numbers if vary else ()) as recording:
-                given, options = recording.with_parameters((args, kwargs))
-                result = function(*given, **options)
-        finally:
-            _thread.inside = False
-        if plan is None:
-            _plans[key, None if vary else numbers] = Plan(recording, result)
-            _sights[of_key] = 0 if vary else _sights[of_key]
-        elif recording.problem is None:
-            plan.prove(numbers, tensors, (result, recording.saved))
-        return result
+        return _call(function, args, kwargs, key, tensors, numbers, near)
 
     return cast(Public, call)
+
+
+def _call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: tuple[Any, ...] | None,
+    tensors: Sequence[Any],
+    numbers: tuple[float, ...],
+    near: int | None = None,
+) -> Any:
+    """The call of a planned function, or of a backward pass, which is near no other call."""
+    plans = _plans.get(key, []) if key else []
+    for plan in plans:
+        if (plan.proved and plan.proved(numbers)) or (plan.holds(numbers) and plan.ready(numbers)):
+            plan.called = True
+            if near is not None:
+                _sights[near] = 255
+            with torch._C.DisableTorchFunction():
+                return plan.program(numbers, *tensors)[0]
+    known = next((x for x in plans if x.holds(numbers)), None)
+    due = key is not None and ENABLED and not _capturing()
+    if due and known is not None:
+        due = known.program is not None and known.differs is None  # to be proved
+    elif due:
+        due = len(plans) < MOST and (near is None or _sight(hash(key) % len(_sights)) >= SIGHTS)
+        due &= not torch.is_inference_mode_enabled()  # it shows no change of a tensor
+    if not due:
+        return function(*args, **kwargs)
+    recording = Record(function.__name__, tensors, numbers)
+    args, kwargs = recording.with_parameters((args, kwargs))
+    if near is None and known is not None:
+        tensors = [_copy(x) for x in tensors]
+    with recording:
+        result = function(*args, **kwargs)
+    if known is None:
+        _plans.setdefault(cast(Any, key), plans).append(Plan(recording, result))
+    elif recording.problem is None:
+        known.prove(numbers, tensors, (result, recording.saved))
+    return result

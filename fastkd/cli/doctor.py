@@ -120,7 +120,7 @@ def examine(write: Callable[[str], object]) -> bool:
     if device.type == "cuda":
         off = plans.why_off()
         line("plans", f"off: {off}" if off else "on, and proved by the calls above")
-        good = good and not plans.failed()
+        good = good and plans.problem is None
     if not good:
         line("verdict", "something is wrong: see the extension, plans and the failed checks")
     elif extension.CPU:

@@ -30,7 +30,7 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.operator import operator
-from fastkd._core.plans import Public, planned
+from fastkd._core.plans import planned
 from fastkd.lm.divergences import DIVERGENCES, NAMES, Divergence, DivergenceWord
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import (
@@ -131,19 +131,7 @@ def _reduced_ref(
     return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
 
 
-def _planned(function: Public) -> Public:
-    """`planned`, with a 0-d tensor for a number as denominator, which would have its own plan."""
-
-    def prepare(options: dict[str, Any], student: Tensor) -> dict[str, Any]:
-        number, reduction = options.get("denominator"), options.get("reduction", "batchmean")
-        if not isinstance(number, (int, float)):
-            return options
-        return {**options, "denominator": _denominator(number, reduction, student)}
-
-    return planned(function, prepare)
-
-
-@_planned
+@planned
 def soft_target_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | TopK,

@@ -23,7 +23,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -57,18 +57,19 @@ WRITTEN = {
 LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
 NEAR, SIGHTS = plans.NEAR, plans.SIGHTS
 # As written, recorded, proved, and a plan from the fourth call on.
-plans.NEAR, plans.SIGHTS, plans.VARIED = 1, 2, 3
+plans.NEAR, plans.SIGHTS = 1, 2
 TO_PLAN = 4
-clear, COPIES_OF = plans.clear_plans, plans.copies_of
+clear, COPY = plans.clear_plans, plans._copy
 COMPILE = JITFunction._do_compile
 
 
 def _plans() -> list[plans.Plan]:
-    return list(plans._plans.values())
+    """Plans of forward passes."""
+    return [x for key, found in plans._plans.items() for x in found if "backward" not in str(key)]
 
 
 def _hits() -> int:
-    return sum(plan.proved for plan in _plans())
+    return sum(plan.proved is not None for plan in _plans())
 
 
 class FakeGPU:
@@ -126,15 +127,13 @@ class FakeGPU:
         found = (b for x, a, b in self.local.memory if x() is not None and a <= address < b)
         return next(found, 0)
 
-    def copies_of(self, saved: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """`plans.copies_of`: a copy of the call's own memory is its own, too."""
-        saved = list(saved)
-        copies = COPIES_OF(saved)
-        if getattr(self.local, "memory", None) is not None:
-            for x, y in zip(saved, copies, strict=True):
-                if x is not None and y is not None and x is not y and self.new_until(x.data_ptr()):
-                    self.local.memory.append((weakref.ref(y), *extent(y)))
-        return copies
+    def copy(self, x: Tensor | None) -> Tensor | None:
+        """`plans._copy`: a copy of the call's own memory is its own, too."""
+        y = COPY(x)
+        known = x is not None and getattr(self.local, "memory", None) is not None
+        if known and self.new_until(x.data_ptr()):
+            self.local.memory.append((weakref.ref(y), *extent(y)))
+        return y
 
     def compile(self, kernel: JITFunction, key: Any, signature: Any, device: Any, *_: Any) -> Any:
         compiled = _Compiled(kernel, signature, self)
@@ -151,7 +150,7 @@ class FakeGPU:
                 (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
                 (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
                 (plans, "on_gpu", lambda x: True),
-                (plans, "copies_of", self.copies_of),
+                (plans, "_copy", self.copy),
                 (calls, "DEVICE", torch.device("cpu")),
                 *((module, "values_readable", lambda x: False) for module in _readers()),
                 *((place, name, self.allocating(getattr(place, name)))
@@ -358,8 +357,6 @@ def changed_calls(device: FakeGPU) -> dict[str, Callable[[], Any]]:
         "option given": lambda: loss(x, y, mask, kind="mse"),
         "number": lambda: loss(x, y, mask, beta=1.0),
         "its type": lambda: loss(x, y, mask, beta=1),
-        "its sign": lambda: loss(x, y, mask, beta=-0.0),
-        "zero": lambda: loss(x, y, mask, beta=0.0),
         "an argument": lambda: loss(x, y),
         "shape": lambda: loss(x.view(6, 4, 16), y.view(6, 4, 16), mask.view(6, 4)),
         "stride": lambda: loss(x, wide, mask),
@@ -372,7 +369,6 @@ def changed_calls(device: FakeGPU) -> dict[str, Callable[[], Any]]:
         "one tensor": lambda: loss(y, y, mask),
         "grad mode": within(torch.no_grad),
         "precision": within(_set, precision, "high", "highest"),
-        "deterministic": within(_set, torch.use_deterministic_algorithms, False, True),
         "default dtype": within(_set, default, torch.float64, torch.float32),
         "autocast": within(_set, _set_autocast, torch.bfloat16, None),
         "its dtype": within(_set, _set_autocast, torch.float16, None),
@@ -542,6 +538,8 @@ def backward_passes() -> None:
     assert _hits() and torch.equal(first, torch.autograd.grad(loss, x)[0])
     _raises("second time", loss, x)
     _raises("first derivatives only", _loss(x, y), x, create_graph=True)
+    batch = torch.autograd.grad(_loss(x, y), x, torch.ones(3), is_grads_batched=True)[0]
+    assert torch.equal(batch, first.expand(3, -1, -1, -1))
     x, y = torch.randn(20, 16).requires_grad_(), torch.randn(20, 16).requires_grad_()
     for wanted in ([x, y], [x], [y], [x, y]) * 3:
         loss = fastkd.layer_norm_mse(x, y, backend="triton")
@@ -653,7 +651,7 @@ def modes_hooks_and_the_switch() -> None:
 def a_record_keeps_its_kernels() -> None:
     """Triton 3.8 unloads a kernel that is collected, and a launch takes its function's address."""
     _loss(*_pair(), TO_PLAN)
-    dicts = (x for x in gc.get_objects() if type(x) is dict and "c0" in x)
+    dicts = (x for x in gc.get_objects() if type(x) is dict and "driver" in x)
     assert any(type(y) is _Compiled for x in dicts for y in x.values())
 
 
@@ -667,30 +665,24 @@ def _switched_off(words: str) -> Iterator[None]:
         assert [words in str(x.message) for x in given] == [True], [str(x.message) for x in given]
         assert words in (plans.why_off() or "") and not plans.ENABLED
     finally:
-        plans.ENABLED, plans._problem = True, None
+        plans.ENABLED, plans.problem = True, None
         clear()
 
 
 def _planted(pattern: str, change: Callable[[re.Match[str]], str]) -> Any:
     """Patch of the first line of a program that has the pattern."""
-    program = plans.Recording.program
 
-    def faulty(recording: Any, *given: Any) -> Any:
-        changed = 0
-        for step in recording.steps:
-            for i, line in enumerate(step.lines):
-                if not changed:
-                    step.lines[i], changed = re.subn(pattern, change, line, count=1)
-        return program(recording, *given)
+    def faulty(code: str, constants: dict[str, Any]) -> None:
+        exec(re.sub(pattern, change, code, count=1), constants)
 
-    return mock.patch.object(plans.Recording, "program", faulty)
+    return mock.patch.object(recording, "exec", faulty, create=True)
 
 
 FAULTS = {
-    "a wrong stride": (r"\((\d+), (\d+), 1\), c", lambda m: f"({m[1]}, 1, {m[2]}), c"),
+    "a wrong stride": (r"\((\d+), (\d+), 1, \), c", lambda m: f"({m[1]}, 1, {m[2]}), c"),
     "an alias": (r"(stream, .*)\bp[2-9]\b", lambda m: f"{m[1]}p1"),
     "a constant that isn't one": (r"(p\d+, )(\d+)\b", lambda m: f"{m[1]}{int(m[2]) + 1}"),
-    "another saved tensor": (r"(\(\), t\d+, \()t\d+", lambda m: f"{m[1]}t0"),
+    "another saved tensor": (r"(s0 = \()t\d+", lambda m: f"{m[1]}t0"),
     "a name that is gone": (r"get_current_stream", lambda m: "get_stream"),
 }
 
@@ -724,7 +716,7 @@ def private_names() -> None:
         recording.private.cache_clear()
         with mock.patch.object(owner, name):
             delattr(owner, name)
-            reason, covered = plans.why_off(), plans._surroundings()
+            reason, covered = plans.why_off(), plans._key((), ())[0]
         recording.private.cache_clear()
         assert reason == f"{module}.{names} is missing" and covered is None, (path, reason)
     assert plans.why_off() is None
@@ -817,7 +809,7 @@ def a_number_that_changes_is_a_parameter_of_one_plan() -> None:
 
     for name, case in cases.items():
         anneal(*case)
-        assert len(_plans()) == _hits() == 1, name
+        assert len(_plans()) == _hits() == 1 + ("across" in name), name
     with _planted(r"n\[0\]", lambda m: "5.0"), _switched_off("gave other bits"):
         anneal(*cases["temperature"])
 
