@@ -20,6 +20,7 @@ from transformers import (
 from fastkd import analysis
 from fastkd.analysis import layer_comparison, layer_similarity
 from fastkd.cli import analyze_command as report
+from fastkd.cli import display
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
 from fastkd.train.saving import MANIFEST, read_json
@@ -63,7 +64,8 @@ def without_pictures(monkeypatch):
         monkeypatch.setattr(report, name, lambda *args, **options: None)
 
 
-def test_teacher_student_and_the_student_before(folder, tmp_path):
+def test_teacher_student_and_the_student_before(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     given = {"model": folder, "student": folder / "student", "data": folder / "data.tsv"}
     given |= {"measures": "pwcca", "sentence": "a small model", "batch_size": 40}
     output = run("analyze", **given, out=tmp_path)
@@ -97,6 +99,7 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
     assert [float(r["value"]) for r in found] == written["before"]["to_model"]["pwcca"][2]
     for name in ("pwcca", "relations"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "32 rows  step 1/1" in output
     assert "student before" in output and "ρ of the sentence's relations" in output
 
 

@@ -1,6 +1,7 @@
 """The losses in sentence-transformers' protocol: values, its Trainer, its files."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -45,15 +46,13 @@ def folder(tmp_path_factory):
     return make_teacher(tmp_path_factory.mktemp("encoder") / "teacher", head=False)
 
 
-def teacher_of(folder):
+@functools.cache
+def loaded(folder):
+    """The teacher, and a student of its layers 2 and 4, without dropout."""
     encoder = Transformer(str(folder))
     pooling = Pooling(encoder.get_embedding_dimension(), "mean")
-    return SentenceTransformer(modules=[encoder, pooling], device="cpu").eval()
-
-
-def to_student_ids(folder):
-    """The teacher's layers 2 and 4, without dropout."""
-    model = teacher_of(folder)
+    teacher = SentenceTransformer(modules=[encoder, pooling], device="cpu").eval()
+    model = copy.deepcopy(teacher)
     model[0].model = student_from_teacher(model[0].model, [2, 4])
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -62,7 +61,15 @@ def to_student_ids(folder):
         for number, parameter in enumerate(model.parameters()):
             torch.manual_seed(number)
             parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.train()
+    return teacher, model.train()
+
+
+def teacher_of(folder):
+    return copy.deepcopy(loaded(folder)[0])
+
+
+def student_of(folder):
+    return copy.deepcopy(loaded(folder)[1])
 
 
 def features_of(model, *columns):
@@ -101,7 +108,7 @@ LOSSES = {
 def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
     """With one column, and with two columns as one batch and a gradient cache."""
     cls, options, function = LOSSES[name]
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     texts = (TEXTS, OTHERS)[:columns]
     labels = teacher_answers(teacher, *texts)
     loss = cls(model, mini_batch_size=parts, **options)
@@ -114,7 +121,7 @@ def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
 
 
 def test_loss_is_averaged_over_columns(folder):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
     value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
     each = [cos_nce_loss(x, labels) for x in embedded(model, TEXTS, OTHERS)]
@@ -123,7 +130,7 @@ def test_loss_is_averaged_over_columns(folder):
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
 def test_prefixes_and_truncated_embeddings_are_compared(folder):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
     (student,) = embedded(model, TEXTS)
     for name, (cls, options, function) in LOSSES.items():
@@ -144,7 +151,7 @@ def test_prefixes_and_truncated_embeddings_are_compared(folder):
 
 
 def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
-    model = to_student_ids(folder)
+    model = student_of(folder)
     student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
     found = RelationDistillLoss(model).loss_of_embeddings([student], teacher)
     assert torch.equal(found, relation_loss(student.float(), teacher, over="samples"))
@@ -152,7 +159,7 @@ def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
 
 
 def test_projection_is_equal_under_autocast(folder):
-    loss = CosNCEDistillLoss(to_student_ids(folder), teacher_dim=32)
+    loss = CosNCEDistillLoss(student_of(folder), teacher_dim=32)
     student, teacher = torch.randn(8, 16), torch.randn(8, 32)
     torch.nn.init.normal_(loss.projections["16"].weight)
     expected = loss.loss_of_embeddings([student], teacher)
@@ -162,7 +169,7 @@ def test_projection_is_equal_under_autocast(folder):
 
 def test_large_embeddings_without_a_loss_have_no_effect(folder):
     """Their sum is beyond float16."""
-    model = to_student_ids(folder).half()
+    model = student_of(folder).half()
     with torch.no_grad():
         model[0].auto_model.encoder.layer[-1].output.LayerNorm.bias += 300.0
     layers = LayerDistillLoss(model, teacher_of(folder), FCD(task_weight=0.0))
@@ -176,7 +183,7 @@ METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_layer_terms_equal_a_distillers(folder, name):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     loss = LayerDistillLoss(model, teacher, copy.deepcopy(METHODS[name]))
     distiller = Distiller(
         teacher_of(folder)[0].auto_model, model[0].auto_model, copy.deepcopy(METHODS[name])
@@ -193,7 +200,7 @@ def test_layer_terms_equal_a_distillers(folder, name):
 
 @pytest.mark.parametrize("of", ["ours", "theirs", "prefixes"])
 def test_layers_and_embeddings_come_from_one_pass(folder, of):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     labels = torch.stack(teacher_answers(teacher, TEXTS, OTHERS), 1)
     make = {
         "ours": RelationDistillLoss,
@@ -227,7 +234,7 @@ MAKERS = {
 def train(rank, name, folder, out, batch):
     """Three steps with SentenceTransformerTrainer: the student's weights, and the loss's own."""
     warnings.simplefilter("ignore")
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     torch.manual_seed(rank)  # random numbers of a loss are equal in all processes nevertheless
     loss = MAKERS[name](model, teacher)
     if name == "layers":
@@ -258,7 +265,7 @@ def test_two_processes_train_the_same_student_as_one(folder, tmp_path):
     """All losses run in one pair of processes, since starting processes is slow."""
     together = run_ranks(train_all, 2, tmp_path / "ranks", folder, tmp_path / "out", 3)
     alone = train_all(0, folder, tmp_path / "one", 6)
-    before = [p.detach() for p in to_student_ids(folder).parameters()]
+    before = [p.detach() for p in student_of(folder).parameters()]
     for name in MAKERS:
         assert not all(map(torch.equal, alone[name], before))
         for first, second, wanted in zip(*(x[name] for x in (*together, alone)), strict=True):
@@ -272,7 +279,7 @@ def train_all(rank, folder, out, batch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     before = copy.deepcopy(model)
     numbers = teacher.similarity_pairwise(*(teacher.encode(x) for x in (TEXTS, OTHERS[::-1])))
     evaluator = EmbeddingSimilarityEvaluator(TEXTS, OTHERS[::-1], numbers.tolist(), name="agree")
@@ -308,7 +315,7 @@ def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
 
 def test_only_the_student_is_a_child_named_model(folder):
     """The Trainer puts its wrapped model in the place of every child of this name."""
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     inner = CosNCEDistillLoss(model)
     for loss in (inner, LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=inner)):
         found = [x for n, x in loss.named_modules() if n.rpartition(".")[2] == "model"]
@@ -318,7 +325,7 @@ def test_only_the_student_is_a_child_named_model(folder):
 
 
 def test_invalid_calls_raise_one_sentence(folder, tmp_path):
-    model, teacher = to_student_ids(folder), teacher_of(folder)
+    model, teacher = student_of(folder), teacher_of(folder)
     features = features_of(model, TEXTS)
     loss = RelationDistillLoss(model)
     raises("labels are missing; add a column", loss, features, None)

@@ -172,7 +172,7 @@ def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
 )
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, sentence, protocol):
-    server.plant(*[fault] * 3)
+    server.plant(*[fault] * 9)  # requests of the test before may still come
     with pytest.raises(ServerError, match=sentence):
         distiller_of(served_by(server, protocol, top_k=3), teacher)(**batch())
 
@@ -253,7 +253,7 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     given = {
         "task": "causal-lm", "train": tmp_path / "train.txt", "evals": tmp_path / "eval.txt",
         "student": str(tmp_path / "student"), "method": "soft_targets",
-        "options": {"temperature": 1.0}, "num_train_epochs": 2, "batch_size": 4, "max_length": 16,
+        "options": {"temperature": 1.0}, "num_train_epochs": 1, "batch_size": 4, "max_length": 16,
         "device_name": "cpu",
     }  # fmt: skip
     reports = []
