@@ -60,20 +60,6 @@ def test_files_of_glue(tmp_path):
         assert corpus.metrics == metrics and (corpus.names is None) == (task == "stsb")
 
 
-def test_labels_become_ids(tmp_path):
-    def names(*labels, **options):
-        text = HEAD + "".join(f"x\t{label}\n" for label in labels)
-        return load(source(**files(tmp_path, text), **options)).names
-
-    # Other labels: test_drawn_files.py. In the same order in every process.
-    assert names("2", "1", "01") == ["01", "1", "2"]
-    assert names("1", "2", labels="numbers") is None
-    for labels in (("0.5", "1.5"), ("inf", "nan", "inf"), ("0.5", "1_0")):
-        assert names(*labels[::-1], labels="classes") == [*dict.fromkeys(labels)]
-    with pytest.raises(InputError, match="'1_0' is not a number"):
-        names("1_0", "0.5")
-
-
 def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
     train = "text\tlabel\nx\tgood\ny\tbad\nz\tpositive\n"
     given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tPOSITIVE\nz\tbad\n")
@@ -181,6 +167,7 @@ MISTAKES = {
     "empty file": ("", {}, ["--train", "train.tsv", "empty"]),
     "one class": (HEAD + "a\t1\nb\t1\n", {}, ["every label is '1'"]),
     "word in numbers": (HEAD + "a\t0.5\nb\thigh\n", {}, ["row 3", "'high'", "--labels classes"]),
+    "underscore": (HEAD + "a\t1_0\nb\t0.5\n", {}, ["label '1_0' is not a number"]),
     "infinite": (HEAD + "a\t1.5\nb\tinf\n", {"labels": "numbers"}, ["row 3", "'inf'"]),
     "labels option": (HEAD + "a\t1\n", {"labels": "class"}, ["--labels", "mean 'classes'"]),
     "missing value": (HEAD + "a\tx\nb\tNaN\n", {}, ["row 3", "'NaN'", "--labels classes"]),

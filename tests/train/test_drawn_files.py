@@ -25,8 +25,11 @@ from tests.support.tiny import source
 
 ODD = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c", "(a|b)", "\\", "  ", "�", "ﬁ"]
 QUOTED = ['"', '""', ",", "\n", "\r\n", "\t"]
-#: By kind: labels as written, and the names of all classes in order; None for numbers.
+#: By kind: labels as written, the names of all classes in order (None for numbers), and options.
 LABELS = {
+    "padded": (["2", "1", "01"], ["01", "1", "2"]),
+    "versions": (["1.5", "0.5", "1_0"], ["0.5", "1.5", "1_0"], {"labels": "classes"}),
+    "counts": ([3, 1, 2], None, {"labels": "numbers"}),
     "names": (["good", "bad", " fair "], ["bad", "fair", "good"]),
     "cases": (["B", "a", "A"], ["A", "B", "a"]),
     "whole": ([10, 9, -1], ["-1", "9", "10"]),
@@ -99,8 +102,8 @@ def drawn(rng, folder, breaks=False):
     Or, if one of them ``breaks``, another file with a broken row, and the row's number.
     """
     kind = rng.choice(["tsv", "csv", "jsonl", *["json", "parquet"] * (not breaks)])
-    of = rng.choice([*LABELS])
-    labels, classes = LABELS[of]
+    of = rng.choice([x for x in LABELS if not breaks or x != "versions"])
+    labels, classes, *options = LABELS[of]
     made, pair = texts_of(rng, kind), rng.random() < 0.4
     names = [
         rng.choice(["text", "sentence"]),
@@ -133,6 +136,7 @@ def drawn(rng, folder, breaks=False):
     if bare:
         columns = {"text_column": text, "label_column": "label", **given}
         given = {name: str(names.index(x)) for name, x in columns.items()} | {"no_header": True}
+    given |= dict(*options)
     if breaks:
         at = rng.randint(3, len(rows))
         wrong, numbers = save([*rows[:at], broken(rng, kind, rows[0], text), *rows[at:]])

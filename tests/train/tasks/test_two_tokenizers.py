@@ -7,13 +7,14 @@ import shutil
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fastkd.train.data import Encoder, load, read_file
 from fastkd.train.loading import TwoTokenizerCollator
 from fastkd.train.models import sample
 from fastkd.train.tasks import Columns, named
-from tests.support.runs import first_step, made, weights_of
+from tests.support.runs import first_step, made, report_of
 from tests.support.tiny import run, sentences, source, usual, write_onnx, write_tsv
 from tests.train.tasks.through import (
     make_bare,
@@ -238,28 +239,19 @@ def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
     assert "tokenizer reads row 1 as ... " in said and f"that of --teacher {teacher} as" in said
 
 
-def test_roberta_teaches_bert(folder, tmp_path):
-    """Teacher and student are scored on their own tokens."""
-    names = {"teacher": "roberta", "student": "bert", "train": "train.tsv", "eval": "eval.tsv"}
-    files = {name: folder / file for name, file in names.items()}
-    report, _ = through(tmp_path, "classification", finetune=False, **files)
-    out = {"out": tmp_path / "own.json", "device": "cpu"}
-    run("evaluate", model=files["teacher"], data=files["eval"], **out)
-    own = json.loads((tmp_path / "own.json").read_text())
-    assert own["accuracy"] == report["teacher"]["accuracy"]
-    assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "bert")
-
-
-def test_a_teacher_is_tuned_on_its_own_tokens(classes, folder, tmp_path):
+def test_a_teacher_is_tuned_and_scored_on_its_own_tokens(classes, folder, tmp_path):
     """To the weights that it gets beside a student of its own tokens."""
+    own, scores = {"data": classes["eval"], "device": "cpu"}, tmp_path / "own.json"
     for name, student in (("two", {}), ("one", {"student": None})):
         options = {**classes, "finetune_teacher": 1, "out": tmp_path / name, **student}
         said = run("distill", **options, method="soft_targets")
         assert re.search(r"about \d+:\d\d for 2 steps of the teacher and \d+:\d\d for 2 of", said)
-        shutil.rmtree(tmp_path / name / "student")
-        (tmp_path / name / "teacher").rename(tmp_path / name / "student")
-    assert vocabulary(tmp_path / "two/student") == vocabulary(folder / "roberta")
-    one, two = (weights_of(tmp_path / name) for name in ("one", "two"))
+        report = report_of(tmp_path / name)
+        run("evaluate", model=tmp_path / name / "teacher", **own, out=scores, overwrite=True)
+        assert json.loads(scores.read_text())["accuracy"] == report["teacher"]["accuracy"]
+    assert vocabulary(tmp_path / "two/teacher") == vocabulary(folder / "roberta")
+    assert vocabulary(tmp_path / "two/student") == vocabulary(folder / "bert")
+    one, two = (load_file(tmp_path / name / "teacher/model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], x) for name, x in two.items())
 
 
