@@ -253,7 +253,7 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     given = {
         "task": "causal-lm", "train": tmp_path / "train.txt", "evals": tmp_path / "eval.txt",
         "student": str(tmp_path / "student"), "method": "soft_targets",
-        "options": {"temperature": 1.0}, "num_train_epochs": 1, "batch_size": 4, "max_length": 16,
+        "options": {"temperature": 1.0}, "num_train_epochs": 2, "batch_size": 4, "max_length": 16,
         "device_name": "cpu",
     }  # fmt: skip
     reports = []
