@@ -339,8 +339,9 @@ def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
     mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
     ends = _ends(mask)
-    # Of a document the real tokens; of a row all tokens up to the last real one.
-    kept: Any = list(map(slice, ends)) if documents is None else mask
+    # Of a packed document the real tokens; of a row all tokens up to the last real one.
+    packed = documents is not None and documents.packed
+    kept: Any = mask if packed else list(map(slice, ends))
     others = {n: x for n, x in batch.model_inputs.items() if isinstance(x, Tensor)}
     positions = _positions_of(batch, tokens.shape)
     for name in ["input_ids", *sorted(others.keys() - {"input_ids", *LAYOUT})]:
@@ -348,7 +349,7 @@ def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
         by_rows = x.shape[: ids.dim() - 1] == ids.shape[:-1]
         x = x.flatten(0, ids.dim() - 2) if by_rows else x
         by_tokens = by_rows and x.shape[:2] == tokens.shape
-        if not by_rows or (documents is not None and documents.packed and not by_tokens):
+        if not by_rows or (packed and not by_tokens):
             raise ValueError(
                 f"{name}: a teacher cache can't assign shape {tuple(x.shape)} to samples; pass one "
                 "entry per sample"

@@ -129,10 +129,11 @@ def find_documents(
     packed = bool((starts != first_of_row).any())
     if not packed and not bool((columns[starts] > 0).any()):
         return None
-    # With one document per row, document ids are row numbers, also for empty rows.
-    numbers = starts.cumsum(0) - 1 if packed else rows
-    offsets = columns - columns[starts][starts.cumsum(0) - 1]
-    size = (int(starts.sum()) if packed else shape[0], int(offsets.max()) + 1)
+    if not packed:
+        return _moved_to_front(real)
+    numbers = starts.cumsum(0) - 1
+    offsets = columns - columns[starts][numbers]
+    size = int(starts.sum()), int(offsets.max()) + 1
     index = torch.zeros(size, dtype=torch.int64, device=sample.device)
     index[numbers, offsets] = rows * shape[1] + columns
     real_tokens = torch.zeros(size, dtype=torch.bool, device=sample.device)
@@ -145,7 +146,8 @@ def find_documents(
 def _moved_to_front(mask: Tensor) -> Documents:
     """Documents that start at each row's first real token, without reading the mask's values.
 
-    Rows are rotated: each token has one place, so that no gradients are added up.
+    Rows are rotated: each token has one place, so that no gradients are added up, and masked
+    tokens between others keep theirs.
     """
     B, N = mask.shape
     rows = torch.arange(B, device=mask.device)[:, None]
