@@ -311,7 +311,7 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:
         else:
             try:
                 # Read while the model runs, when adapters are enabled or disabled as in this run.
-                head = Head.of(backbone.model)
+                head = Head.of(backbone.inner)
             except (TypeError, ValueError):
                 return None
             if any(x.is_meta for x in head.tensors):
@@ -385,7 +385,7 @@ def gathered(backbone: Backbone, found: HeadInputs, logits: Tensor) -> HeadInput
     states = found.states
     if states.requires_grad and logits.requires_grad:
         states = _BackwardAfterOutput.apply(states, logits)
-    return _as_multiplied(states, Head.of(backbone.model))
+    return _as_multiplied(states, Head.of(backbone.inner))
 
 
 def is_head(backbone: Backbone, found: HeadInputs, logits: Tensor) -> bool:
