@@ -51,6 +51,7 @@ def test_nan_stays_in_its_matrix(device):
     assert not found[2].any()
 
 
+@pytest.mark.thorough
 def test_the_first_call_of_a_process_registers_the_product():
     code = "import torch, fastkd; x = torch.randn(9, 4); fastkd.cca_loss(x, x, backend='triton')"
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -60,11 +60,14 @@ def in_form(**forms):
     return pytest.mark.parametrize("form", forms.values(), ids=forms, indirect=True)
 
 
+PARTS = SORTED | {"PROGRAMS": 2}
+
+
 @pytest.mark.parametrize(
-    ("rows", "bank", "size"),
-    [(2, 127, 17), (33, 128, 32), (65, 66, 129)],
+    ("form", "rows", "bank", "size"),
+    [({}, 65, 66, 129), (PARTS, 2, 127, 17), (PARTS, 33, 128, 32)],
+    indirect=["form"],
 )
-@in_form(plain={}, sorted=SORTED | {"PROGRAMS": 2})
 def test_block_edges(form, rows, bank, size):
     """Also with a label that the bank lacks, and with ignored rows."""
     student, teacher, *labels = batch(rows, bank, size, 3, dtype=torch.float32, mean=0.5)
@@ -76,7 +79,7 @@ def test_block_edges(form, rows, bank, size):
     check("triton", student, teacher, *labels, **options, ignore_index=1, tolerance=5)
 
 
-@in_form(sorted=SORTED | {"PROGRAMS": 2}, products={"FEATURES_TO_SPLIT": 1}, far={"FAR_APART": 1})
+@in_form(sorted=PARTS, products={"FEATURES_TO_SPLIT": 1}, far={"FAR_APART": 1})
 def test_near_duplicates(form):
     """Rows of distant clusters, by less than rounding error apart."""
     student, teacher, *labels = batch(6, 80, 64, 2)
@@ -121,17 +124,6 @@ def test_few_rows_start_no_sort(form, rows):
         assert launches.of_triton() == names
 
 
-@in_form(split={"FEATURES_TO_SPLIT": 1000})
-def test_features_split_among_programs(form):
-    student, teacher, *labels = batch(9, 33, 2500, 2, dtype=torch.float32, mean=0.5)
-    check("triton", student, teacher, *labels, k=3)
-    student[2, 2300], teacher[4, 10] = torch.nan, torch.inf
-    losses = knn_feature_loss(student, teacher, *labels, reduction="none", backend="triton")
-    lost = labels[0] == labels[1][4]
-    lost[2] = True
-    assert torch.equal(losses.isnan(), lost)
-
-
 @in_form(sorted=LARGE_TILES | SORTED, unsorted=LARGE_TILES)
 def test_neighbours_of_one_bucket(form):
     """A bucket stores its first row only; the other neighbours are found among its rows."""
@@ -139,8 +131,9 @@ def test_neighbours_of_one_bucket(form):
     for rank, row in enumerate((135, 71, 103, 39)):
         teacher[row] = student[1] + 0.1 * (rank // 2)  # equal rows: the lower index first
         teacher[row + 1] = student[129] + 0.1 * rank
-    given = student, teacher, torch.zeros(130), torch.zeros(200)
-    check_against_loop(*given, k=3)
+    labels = torch.ones(130), torch.zeros(200)  # other rows have no neighbours
+    labels[0][[1, 129]] = 0
+    check_against_loop(student, teacher, *labels, k=3)
 
 
 def cut_products(self, a, b, d, *_):
@@ -213,7 +206,7 @@ def test_rows_of_one_direction_need_few_exact_comparisons(form, monkeypatch):
         return distances(s_ptr, t_ptr, rows, mask, *rest)
 
     monkeypatch.setattr(kernels, "_distances", counted)
-    student, teacher, *labels = batch(4, 2048, 768, 1, dtype=torch.bfloat16, mean=99**0.5)
+    student, teacher, *labels = batch(2, 2048, 768, 1, dtype=torch.bfloat16, mean=99**0.5)
     knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
     assert sum(compared) <= 64 * len(student)
 
