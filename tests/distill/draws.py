@@ -22,7 +22,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import accelerate
+import peft
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,16 +41,20 @@ from fastkd.distill import (
     AttentionMSE,
     ByRow,
     Distiller,
+    EMATeacher,
     IntraClassKNN,
     Method,
     Several,
     SoftTargets,
+    offload,
     student_from_teacher,
 )
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.baselines import GOLD, PKD, DistilBERT, Embeddings
 from fastkd.distill.methods import Labels
 from fastkd.distill.verify import gradients_of, taken
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import Offload
 from tests.distill.models import set_dropout
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import model_of
@@ -81,6 +88,11 @@ QKV = [
 ]  # fmt: skip
 SHOW_QKV = {"bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"}
 READ_QKV = ("minilm", "minilmv2", "own")
+# Methods that compare no layers but the last, and linear maps that get adapters.
+LAST = ("labels", "soft_targets", "knn", "lrkd", "distilbert", "embeddings", "gold")
+LORA = {
+    "bert": ["query", "value"], "roberta": ["query"], "gpt2": ["c_attn"], "llama": ["q_proj"],
+}  # fmt: skip
 TYPES = {"decisions": "multi_label_classification", "shares": "single_label_classification"}
 
 
@@ -129,13 +141,7 @@ class Step:
         self.hand = METHODS[self.name](self)
         self.draw_texts()
         self.draw_layout()
-        self.single = self.pick("none", "none", "none", "student", "teachers")  # in float32
-        if self.embedded:
-            self.single = "none"  # what a batch has is of one dtype
-        if self.single == "student":
-            self.student.float()
-        elif self.single == "teachers":
-            self.teachers = [copy.deepcopy(x).float() for x in self.teachers]
+        self.draw_form()
 
     def pick(self, *choices: Any) -> Any:
         return self.random.choice(choices)
@@ -171,11 +177,11 @@ class Step:
         words &= self.name not in ("gold", "several")
         self.shared = 50 if words and self.chance(0.3) else V  # tokens of both tokenizers
         self.apart = self.name == "several" and self.chance(0.5)  # a teacher of each method
-        given = other, self.head, self.problem, eager
-        self.teachers = [teacher_of(*given, wide=self.wide)]
+        self.given = other, self.head, self.problem, eager
+        self.teachers = [teacher_of(*self.given, wide=self.wide)]
         narrow = self.name == "soft_targets" and other in CUT and self.chance(0.5)
         if self.apart or self.chance(0.4 if self.name == "soft_targets" else 0.15):
-            self.teachers.append(teacher_of(*given, 1, self.wide, narrow))
+            self.teachers.append(teacher_of(*self.given, 1, self.wide, narrow))
         # Whose configuration says that labels are decisions; their type does, too.
         inferred = self.problem == "decisions"
         self.typed = self.pick("both", "teacher", "teacher", "none") if inferred else "both"
@@ -186,6 +192,56 @@ class Step:
         reads = other == self.family in ("bert", "gpt2") and self.head != "choices"
         self.start = 3 if reads and self.chance(0.2) else None
         self.tuples = self.family == "bert" and self.chance(0.2)
+        for model in (self.student, *self.teachers):
+            model.config.return_dict = not self.tuples
+
+    def draw_form(self) -> None:
+        """Models that a user changed, parameters that don't learn, and a teacher of the student."""
+        forms = ["", "", "", "frozen block", "offloaded"]
+        if not self.stored and self.name != "gold":  # which read the weights outside of a pass
+            forms += ["offloaded by accelerate", "offloaded to a disk"]
+        if not self.embedded:  # what a batch has is of one dtype
+            forms += ["float32 student", "float32 teachers"]
+        words = self.head in ("masked words", "next word") and self.name != "gold"
+        if words and not (self.tuples or self.top_k):
+            forms += ["halved output", "halved layer", "halved class"]
+        forms += ["adapters"] * (self.family in LORA)
+        same = len(self.teachers) == 1 and not (self.stored or self.wide) and self.shared == V
+        same &= self.typed == "both" and self.given[0] == self.family and self.name in LAST
+        if same:
+            forms += ["average"] + ["adapters of the teacher"] * (self.family in LORA)
+        self.form = self.pick(*forms)
+        if self.form in ("float32 teachers", "halved output", "halved layer", "halved class"):
+            self.teachers = [copy.deepcopy(x) for x in self.teachers]
+        models = self.student, *self.teachers
+        if self.form == "frozen block":
+            Backbone(self.student).blocks[0].requires_grad_(False)
+        elif self.form.startswith("float32"):
+            for model in models[:1] if self.form == "float32 student" else self.teachers:
+                model.float()
+        elif self.form == "halved class":
+            for model in models:
+                kind = type(model)
+                model.__class__ = type(kind.__name__, (kind,), {"forward": halving(kind)})
+        elif self.form.startswith("halved"):
+            for model in models:
+                layer = model if self.form == "halved output" else model.get_output_embeddings()
+                layer.register_forward_hook(lambda module, args, out: halved(out))
+        elif self.form.startswith("adapters"):
+            base, of_gpt2 = self.student, self.family == "gpt2"
+            config = peft.LoraConfig(
+                r=2, target_modules=LORA[self.family], init_lora_weights=False,
+                fan_in_fan_out=of_gpt2,
+            )  # fmt: skip
+            self.student = peft.get_peft_model(base, config).double()
+            if self.form == "adapters of the teacher":
+                self.teachers = [base]
+        elif self.form == "average":
+            self.average = EMATeacher(self.student, 0.5)
+            self.teachers = [self.average.model]
+            with torch.no_grad():
+                for p in self.teachers[0].parameters():
+                    p += 0.1 * torch.randn_like(p)
 
     def draw_texts(self) -> None:
         causal, head = self.head == "next word", self.head
@@ -234,6 +290,7 @@ class Step:
         plain &= self.family != "deberta_v2"  # whose masked tokens read padding
         self.holes = plain and self.layout not in PACKED and self.chance(0.2)
         self.nothing = self.chance(0.1)  # no token has a label
+        self.integers = self.chance(0.3)  # as labels of a regression
         self.texts = [self.text(n, causal) for n in lengths]
         if head == "none" and self.hand.needs_labels:
             for text in self.texts:
@@ -274,7 +331,9 @@ class Step:
             if self.decoder == "own":
                 text.decoder = torch.randint(5, V, (m,))
         elif self.problem == "numbers":
-            text.labels = torch.tensor(self.pick(math.nan, self.number(0, 5), self.number(0, 5)))
+            number = self.number(0, 5)
+            number = int(number) if self.integers else self.pick(math.nan, number)
+            text.labels = torch.tensor(number)
         elif self.problem == "decisions":
             text.labels = torch.tensor([self.pick(0.0, 1.0, math.nan, -100.0) for _ in range(3)])
         elif self.problem == "shares":
@@ -309,8 +368,6 @@ class Step:
             self.num_items = 0
         known = not self.wide or self.shared < V  # what the heads share, without the teacher
         known &= self.start is None or self.layout != "none"  # a mask is part of the key
-        # Where rows stay padded left, a masked token's id is in the key of some batches only.
-        known &= not self.holes or self.family != "xlnet"
         known &= len({x.config.hidden_size for x in self.teachers}) == 1  # by one method
         self.stored = self.name not in ("attention", *READ_QKV) and known
         self.stored &= self.chance(0.5 if self.pairs else 0.3)
@@ -434,7 +491,7 @@ class Step:
             given["labels"] = torch.stack([x.labels for x in texts])
         return given
 
-    def batches(self) -> list[dict[str, Any]]:
+    def micro_batches(self) -> list[dict[str, Any]]:
         """The batch, or its micro-batches."""
         found = [self.batch(a, b, self.layout) for a, b in itertools.pairwise(self.cuts)]
         if self.num_items is not None:
@@ -449,14 +506,14 @@ class Step:
         if self.shared < V:
             words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(5, self.shared))]
             options["tokenizers"] = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-        for model in (self.student, *self.teachers):
-            model.config.return_dict = not self.tuples
         made = Distiller(teacher, self.student, self.hand.method, **options)
         made.set_progress(self.hand.progress)
         return made
 
     def taught(self, teachers: list[Any]) -> Any:
         """What a Distiller takes for one or two teachers."""
+        if self.form == "average":
+            return self.average
         if len(teachers) == 1:
             return teachers[0]
         return teachers if self.apart else ByRow(dict(zip("ab", teachers, strict=True)))
@@ -466,7 +523,7 @@ class Step:
     def run(self, models: list[Any], shifts: list[Any], own: bool = False) -> "Run":
         """Each text alone; ``shifts`` are added to its embeddings, or get them as leaves."""
         hidden, maps, logits, masks, qkv = [], [], [], [], []
-        eager = self.name in ("attention", "own")
+        eager, reads_qkv = self.name in ("attention", "own"), self.name in READ_QKV
         for model, text, shift in zip(models, self.texts, shifts, strict=True):
             prefix = "decoder_" if model.config.is_encoder_decoder else ""
             ids = text.teacher if own and text.teacher is not None else text.ids
@@ -481,7 +538,8 @@ class Step:
                 given["inputs_embeds"] = self.embed(given.pop("input_ids"))
             if self.start is not None:
                 given["position_ids"] = self.start + torch.arange(len(ids))[None]
-            with embeddings_of(model, shift), projections_of(model) as projected:
+            projections = projections_of(model) if reads_qkv else contextlib.nullcontext({})
+            with embeddings_of(model, shift), projections as projected:
                 out = model(**given, output_attentions=eager)
             states = out[f"{prefix}hidden_states"]
             for choice in range(len(states[0])):
@@ -507,13 +565,12 @@ class Step:
             ],
             logits,
             padded(masks, N, False),
-            [[padded(x, N) for x in zip(*layer, strict=True)] for layer in zip(*qkv, strict=True)]
-            if self.name in READ_QKV
-            else [],
+            [[padded(x, N) for x in zip(*layer, strict=True)] for layer in zip(*qkv, strict=True)],
         )
 
     def compared(self, shifts: list[Any]) -> "Compared":
-        with torch.no_grad():
+        own = self.form == "adapters of the teacher"
+        with torch.no_grad(), self.student.disable_adapter() if own else contextlib.nullcontext():
             taught = [self.teachers[i] for i in self.teacher_ids]
             teacher = self.run(taught, [None] * len(shifts), own=True)
         student = self.run([self.student] * len(shifts), shifts)
@@ -545,7 +602,8 @@ class Step:
 @contextlib.contextmanager
 def embeddings_of(model: Any, shift: Any) -> Iterator[None]:
     """Context in which ``shift`` is added to the embeddings, or a list gets them as a leaf."""
-    module = getattr(model.base_model, "embeddings", None) or model.get_input_embeddings()
+    base = getattr(model, "get_base_model", lambda: model)().base_model  # without adapters
+    module = getattr(base, "embeddings", None) or model.get_input_embeddings()
     calls = []
 
     def hook(module: Any, args: Any, out: Tensor) -> Tensor:
@@ -585,6 +643,29 @@ def projections_of(model: Any) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def halved(out: Any) -> Any:
+    """What a user's model changes in its logits."""
+    if isinstance(out, Tensor):
+        return out / 2
+    out.logits = out.logits / 2
+    return out
+
+
+def halving(kind: Any) -> Any:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return halved(kind.forward(self, *args, **kwargs))
+
+    return forward
+
+
+def leave(self: Offload) -> None:
+    """NaN outside of a pass, where an offloaded model is on another device."""
+    self.runs -= 1
+    for tensor, host in self.stored if not self.runs else ():
+        tensor.data = torch.full_like(host, math.nan) if host.is_floating_point() else host
 
 
 def mapped(projector: Any, x: Tensor) -> Tensor:
@@ -836,8 +917,8 @@ def knn(step: Step) -> Hand:
 
     def term(c: Compared) -> Tensor:
         if pool == "tokens":
-            width = max(x["input_ids"].shape[1] for x in c.step.given)
-            if c.step.layout in PACKED or c.step.spans or c.step.family == "xlnet":
+            width = max(x["input_ids"].shape[1] for x in c.step.batches)
+            if c.step.layout in PACKED or c.step.spans:
                 width = c.mask.shape[1]  # rows of their own
             s, t = (F.pad(x.hidden[-1], (0, 0, 0, width - x.mask.shape[1])) for x in (c.s, c.t))
             real = F.pad(c.mask, (0, width - c.mask.shape[1]))[..., None]
@@ -1154,13 +1235,25 @@ def gold(step: Step) -> Hand:
 
 
 def several(step: Step) -> Hand:
-    """FCD and LRKD, each with predictions of its own."""
-    each = [fcd(step), lrkd(step)]
-    made = Hand(Several(*(x.method for x in each)), task=0.0, soft=0.0)
+    """Two methods, each with layers and predictions of its own."""
+    makers = [fcd, lrkd, mc3kd, lrc_bert, *([soft_targets] if step.head != "none" else [])]
+    each = []
+    for make in step.random.sample(makers, 2):
+        step.layers = [1, 3]
+        each.append(make(step))
+        each[-1].layers = step.layers
+    made = Hand(Several(*(x.method for x in each)), progress=min(x.progress for x in each))
+    made.perturb = max(x.perturb for x in each)
     made.weights = {f"{i}.{n}": w for i, x in enumerate(each) for n, w in x.weights.items()}
-    made.terms = lambda c: {
-        f"{i}.{n}": v for i, x in enumerate(each) for n, v in x.terms(c.each[i]).items()
-    }
+
+    def terms(c: Compared) -> dict[str, Tensor]:
+        found = {}
+        for i, x in enumerate(each):
+            step.layers = x.layers
+            found |= {f"{i}.{name}": value for name, value in x.terms(c.each[i]).items()}
+        return found
+
+    made.terms = terms
     made.needs_labels = any(x.needs_labels for x in each)
     return made
 
@@ -1224,27 +1317,38 @@ def student_of(family: str, head: str, problem: Any, eager: bool, width: int) ->
 
 def failure(seed: int) -> str | None:
     """What is wrong with the step of this seed, or None."""
-    step = Step(seed)
-    try:
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
+    outside = mock.patch.object(Offload, "leave", leave)
+    with warnings.catch_warnings(), outside, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        step = Step(seed)
+        try:
             wrong = _wrong(step, folder)
-    except Exception:
-        wrong = traceback.format_exc(limit=-6)
+        except Exception:
+            wrong = traceback.format_exc(limit=-6)
     return f"{described(step)}\n{wrong}" if wrong else None
 
 
 def described(step: Step) -> str:
     drawn = {n: x for n, x in vars(step).items() if isinstance(x, str | float | bool | list)}
-    about = {n: x for n, x in drawn.items() if n not in ("texts", "teachers", "given")}
+    about = {n: x for n, x in drawn.items() if n not in ("texts", "teachers", "batches")}
     texts = [tuple(x.ids.shape) for x in step.texts]
     models = [type(x).__name__ for x in (step.student, *step.teachers)]
     return f"{step.hand.method!r}\n  {about}, texts={texts}, {models}"
 
 
 def _wrong(step: Step, folder: str) -> str | None:
-    step.given = step.batches()
-    distiller = step.distiller(step.taught(step.teachers))
+    step.batches = step.micro_batches()
+    teachers = step.teachers
+    if step.form.startswith("offloaded"):
+        teachers, cpu = [copy.deepcopy(x) for x in teachers], torch.device("cpu")
+        for number, teacher in enumerate(teachers):
+            if step.form == "offloaded":
+                offload(teacher, cpu)
+            elif step.form == "offloaded by accelerate":
+                accelerate.cpu_offload(teacher, cpu)
+            else:
+                accelerate.disk_offload(teacher, f"{folder}/of {number}", cpu)
+    distiller = step.distiller(step.taught(teachers))
     with torch.no_grad():
         for p in step.hand.method.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -1253,13 +1357,13 @@ def _wrong(step: Step, folder: str) -> str | None:
         rows = step.batch(0, len(step.texts), step.layout if alike else "right")
         rows.pop("teacher_id", None)
         caches = []
-        for number, teacher in enumerate(step.teachers):
+        for number, teacher in enumerate(teachers):
             live = step.distiller(teacher)
             caches.append(live.cache_teacher([rows], f"{folder}/{number}", top_k=step.top_k))
         distiller = step.distiller(step.taught(caches))
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
-    terms, gradients = taken(distiller, step.given if step.parts else step.given[0])
+    terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
     distiller.zero_grad()
     loss, expected, compared = step.by_hand()
     # Nothing may be compared.
@@ -1270,8 +1374,8 @@ def _wrong(step: Step, folder: str) -> str | None:
     if not step.parts and (wrong := _logits(step, logits[0], compared.s.logits)):
         return wrong
     rounded = {step.family, step.teachers[0].config.model_type} & ROUNDED
-    rtol = 1e-5 if step.top_k or rounded or step.single != "none" else 1e-9
-    if step.name in ("mc3kd", "embeddings"):  # CCA leaves out correlations of 1.2e-7
+    rtol = 1e-5 if step.top_k or rounded or "float32" in step.form else 1e-9
+    if step.name in ("mc3kd", "embeddings", "several"):  # CCA leaves out correlations of 1.2e-7
         rtol = max(rtol, 1e-6)
     expected = {**expected, "total": loss, "loss": loss}
     if terms.keys() != expected.keys():
@@ -1289,7 +1393,7 @@ def _wrong(step: Step, folder: str) -> str | None:
 
 
 def _items(step: Step, distiller: Distiller, compared: Compared) -> str | None:
-    found = sum(int(distiller.count_items(x)) for x in step.given)
+    found = sum(int(distiller.count_items(x)) for x in step.batches)
     expected = len(compared.predictions[0][0])
     return None if found == expected else f"count_items: {found}, not {expected}"
 
@@ -1297,12 +1401,13 @@ def _items(step: Step, distiller: Distiller, compared: Compared) -> str | None:
 def _logits(step: Step, found: Any, expected: list[Any]) -> str | None:
     """Logits in the order of the input's tokens, or None by default for a vocabulary."""
     none = step.head == "none" or (
-        step.head in ("masked words", "next word") and not step.keep_logits
+        step.head in ("masked words", "next word")
+        and not (step.keep_logits or step.form.startswith("halved"))
     )
     if none or found is None:
         return None if none and found is None else f"the logits are {found}"
     if step.layout in PACKED:
-        mask = step.given[0].get("attention_mask", torch.ones(found.shape[:2]))
+        mask = step.batches[0].get("attention_mask", torch.ones(found.shape[:2]))
         rows, expected = [found[mask.bool()]], [torch.cat(expected)]
     elif step.head == "answers" or step.per_token:
         both = torch.stack(found, 1) if step.head == "answers" else found

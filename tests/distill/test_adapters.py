@@ -7,8 +7,7 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, LRKD, MC3KD, Distiller, Several, SoftTargets
-from fastkd.distill.verify import verify
-from tests.distill.models import batch, classifier, gradients_of, model, recipe, step
+from tests.distill.models import batch, classifier, gradients_of, model, step
 from tests.support.compare import raises
 
 peft = pytest.importorskip("peft")
@@ -26,28 +25,6 @@ def adapted(base, task="SEQ_CLS", **options):
 
 def inputs(data):
     return {name: x for name, x in data.items() if name != "labels"}
-
-
-@pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert"])
-def test_a_step_is_that_with_a_copy_of_the_base_from_before_the_adapters(name):
-    data, base = batch(), classifier("bert")
-    copied = copy.deepcopy(base)
-    student = adapted(base, lora_dropout=0.0)
-    steps = []
-    for teacher in (base, copied):
-        torch.manual_seed(0)
-        distiller = Distiller(teacher, student, recipe(name))
-        distiller.set_progress(1.0)
-        out, gradients = step(distiller.eval(), data)
-        steps.append((out.terms, gradients))
-        distiller.train()(**data)
-        assert all(module.training for module in (student, *base.modules()))
-    torch.testing.assert_close(*steps)
-    learned = gradients_of(student)
-    assert learned and all("lora_" in name or "modules_to_save" in name for name in learned)
-    with torch.no_grad():  # adapters are on again
-        adapters, without = (model.eval()(**inputs(data)).logits for model in (student, copied))
-    assert not torch.allclose(adapters, without, atol=1e-2)
 
 
 def test_token_types_that_pefts_wrapper_drops_are_refused():
@@ -125,6 +102,7 @@ def test_parameters_and_state_belong_to_the_student():
     before = {n: p.requires_grad for n, p in student.named_parameters()}
     distiller = Distiller(base, student, FCD())
     distiller(**batch())
+    assert all(module.training for module in (student, *base.modules()))
     hook = base.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         distiller(**batch())
@@ -143,16 +121,6 @@ def test_layers_are_chosen_from_the_base():
     both = Distiller([base, copied], student, Several(MC3KD(), LRKD(alpha=None)))
     both.prepare([batch()])
     assert both.method.prepared and both(**batch()).loss.isfinite()
-
-
-def test_every_split_is_the_same_step():
-    base = model(t.BertForMaskedLM, "bert", layers=2)
-    student = adapted(base, None)
-    data = batch(rows=4)
-    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
-    distiller = Distiller(base, student, LRKD())
-    for check in verify(distiller, data, ranks=0, compile_backend=None):
-        assert check.verdict in ("equal", "rounding", "not here"), check
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": "all"}])

@@ -151,10 +151,7 @@ def test_one_stream_of_each_token_is_compared(family, tmp_path):
         torch.testing.assert_close(kept.hidden[layer], one(states))
     torch.testing.assert_close(kept.hidden[depth], last)
     student = copy.deepcopy(teacher)
-    for method in (FCD(), recipe("mc3kd"), recipe("lrc_bert")):
-        distiller = Distiller(teacher, student, method)
-        distiller.set_progress(1.0)
-        assert distiller(**data).loss.isfinite()
+    assert Distiller(teacher, student, recipe("mc3kd"))(**data).loss.isfinite()
     distiller = Distiller(teacher, student, FCD()).eval()
     cache = distiller.cache_teacher([data], tmp_path / "cache")
     stored = Distiller(cache, student, FCD()).eval()(**data).terms

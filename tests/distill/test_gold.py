@@ -1,12 +1,12 @@
-"""GOLD: merged distributions of spans, their likelihoods, and its terms in a Distiller."""
+"""GOLD: merged distributions of spans, their likelihoods, and its terms in a Distiller.
 
-import functools
+Values and gradients: test_by_hand.py.
+"""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from fastkd import Head, VocabularyMatch
 from fastkd.distill import (
@@ -14,59 +14,18 @@ from fastkd.distill import (
     Distiller,
     Several,
     SoftTargets,
-    TwoTokenizers,
-    align_spans,
     merged_span_loss,
     span_likelihood_loss,
 )
 from fastkd.distill.baselines import GOLD
 from fastkd.lm.heads import LowRank
-from tests.distill.test_two_vocabularies import decoder
+from tests.distill.test_two_vocabularies import data, two_models
 from tests.support.compare import raises
 
-TEXTS = (
-    "distillation trains a small model on the outputs of a large one",
-    "the student reads the same text in other tokens than its teacher",
-)
 
-
-@functools.cache
-def tokenizers():
-    made = {}
-    for side, model, trainer, more in (
-        ("student", models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, 60),
-        ("teacher", models.BPE(unk_token="[UNK]"), trainers.BpeTrainer, 40),
-    ):
-        one = Tokenizer(model)
-        one.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        special = ["[PAD]", "[UNK]"]
-        one.train_from_iterator(
-            TEXTS, trainer(vocab_size=more, special_tokens=special, show_progress=False)
-        )
-        made[side] = PreTrainedTokenizerFast(
-            tokenizer_object=one, pad_token="[PAD]", unk_token="[UNK]"
-        )
-    return made
-
-
-@pytest.fixture
-def setting():
-    return make_setting(tokenizers(), TEXTS)
-
-
-def make_setting(both, texts):
-    torch.manual_seed(0)
-    match = VocabularyMatch.of(both["student"], both["teacher"])
-    decoders = [decoder(match.teacher_size, 12), decoder(match.student_size, 8)]
-    batch = TwoTokenizers(**both, add_special_tokens=False)(texts)
-    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return *decoders, match, batch
-
-
-def test_beside_other_methods(setting):
-    teacher, student, match, batch = setting
-    gold = GOLD(likelihood_weight=1.0)
-    soft = SoftTargets(alpha=1.0)
+def test_beside_other_methods():
+    (teacher, student, match), batch = two_models(), data()
+    gold, soft = GOLD(likelihood_weight=1.0), SoftTargets(alpha=1.0)
 
     def terms(teachers, method):
         return Distiller(teachers, student, method, tokenizers=match)(**batch).terms
@@ -79,12 +38,12 @@ def test_beside_other_methods(setting):
         for name in ("merged", "likelihood"):
             torch.testing.assert_close(found[f"0.{name}"], expected[name])
     assert torch.equal(found["1.soft"], terms(teacher, soft)["soft"])
-    with pytest.raises(ValueError, match="method: SoftTargets reads the teacher's predictions at"):
-        terms(teacher, Several(gold, soft))
+    words = "method: SoftTargets reads the teacher's predictions at"
+    raises(words, terms, teacher, Several(gold, soft))
 
 
-def test_wrong_use_raises_one_sentence(setting, tmp_path):
-    teacher, student, match, batch = setting
+def test_wrong_use_raises_one_sentence(tmp_path):
+    (teacher, student, match), batch = two_models(), data()
     distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
     words = "top_k: GOLD compares all tokens of the teacher; leave"
     raises(words, distiller.cache_teacher, [batch], tmp_path, top_k=2)
@@ -93,35 +52,20 @@ def test_wrong_use_raises_one_sentence(setting, tmp_path):
     words = r"GOLD compares all tokens .* the 2 most probable ones"
     raises(words, Distiller, cache, student, GOLD(), tokenizers=match)
     raises("merge must be one of", GOLD, merge="first")
-    kept = Distiller(teacher, student, GOLD(), tokenizers=match, keep_logits=True)
-    raises("GOLD compares spans of two tokenizers", kept, **batch)
 
 
-SIZES = {"student": 6, "teacher": 8}
+MATCH = VocabularyMatch(torch.arange(12), torch.arange(3, 15), 20, 30)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def batch():
-    """Both models' states, heads, ids, offsets and spans of the texts; the last token has none."""
+    """Both models' states, heads, ids and spans, some of several tokens or none."""
     torch.manual_seed(0)
     made = {}
-    for side, D in SIZES.items():
-        one = tokenizers()[side].backend_tokenizer
-        encoded = [one.encode(text) for text in TEXTS]
-        longest = max(len(e.ids) for e in encoded) + 1
-        ids = torch.zeros(2, longest, dtype=torch.int64)
-        offsets = torch.zeros(2, longest, 2, dtype=torch.int64)
-        for row, e in enumerate(encoded):
-            ids[row, : len(e.ids)] = torch.tensor(e.ids)
-            offsets[row, : len(e.ids)] = torch.tensor(e.offsets)
-            offsets[row, len(e.ids)] = offsets[row, len(e.ids) - 1, 1]
-        V = one.get_vocab_size()
-        made[side] = SimpleNamespace(
-            ids=ids, offsets=offsets, lengths=[len(e.ids) for e in encoded],
-            hidden=torch.randn(2, longest, D), head=torch.randn(V, D), vocabulary=one.get_vocab(),
-        )  # fmt: skip
-    spans = align_spans(made["student"].offsets, made["teacher"].offsets)
-    made["student"].spans, made["teacher"].spans = spans
+    for side, N, D, V in (("student", 9, 6, 20), ("teacher", 12, 8, 30)):
+        spans = torch.randint(-1, 5, (2, N)).sort(-1).values
+        ids, hidden, head = torch.randint(V, (2, N)), torch.randn(2, N, D), torch.randn(V, D)
+        made[side] = SimpleNamespace(ids=ids, spans=spans, hidden=hidden, head=head)
     return made
 
 
@@ -134,53 +78,9 @@ def merged(batch, hidden=None, head=None, **options):
     )  # fmt: skip
 
 
-def match_by_name(batch):
-    student, teacher = batch["student"].vocabulary, batch["teacher"].vocabulary
-    both = sorted(student.keys() & teacher.keys())
-    ids = (torch.tensor([v[t] for t in both]) for v in (student, teacher))
-    return VocabularyMatch(*ids, len(student), len(teacher))
-
-
-def gold(batch, hidden, head, hybrid, strategy):
-    """TRL's own loss of whole logits, with the defaults of its configuration."""
-    trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    fields = trainer.GOLDConfig.__dataclass_fields__
-    config = SimpleNamespace(**{n: f.default for n, f in fields.items() if n != "beta"})
-    config.beta, config.uld_use_hybrid_loss = fields["beta"].default, hybrid
-    config.uld_token_merge_strategy = strategy
-    student, teacher = batch["student"], batch["teacher"]
-    named = (SimpleNamespace(get_vocab=lambda x=x: x.vocabulary) for x in (student, teacher))
-    loss = trainer.ULDLoss(config, *named)
-    labels = []
-    for side in (student, teacher):
-        labels.append(torch.full_like(side.ids, -100))
-        for row, length in enumerate(side.lengths):
-            labels[-1][row, : length + 1] = side.ids[row, : length + 1]  # GOLD skips the last
-    logits = hidden @ head.T, teacher.hidden @ teacher.head.T
-    return loss(*logits, *labels, student.ids, teacher.ids, student.offsets, teacher.offsets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_equals_gold_on_two_tokenizers(batch, hybrid):
-    spans = batch["student"].spans, batch["teacher"].spans
-    several = [(x[x >= 0].unique(return_counts=True)[1] > 1).any() for x in spans]
-    assert all(several)  # spans of several tokens on either side
-    student = batch["student"]
-    leaves = [x.clone().requires_grad_() for x in (student.hidden, student.head)]
-    match, made = match_by_name(batch) if hybrid else None, GOLD()
-    options = {"beta": made.beta, "temperature": made.temperature}
-    found = merged(batch, *leaves, vocabulary=match, **options)
-    expected = gold(batch, *leaves, hybrid, made.merge)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves)
-    )
-
-
 def test_chunks_do_not_change_the_result(batch):
     head = Head(batch["student"].head.clone().requires_grad_(), softcap=3.0)
-    for match in (None, match_by_name(batch)):
+    for match in (None, MATCH):
         found = merged(batch, head=head, vocabulary=match, chunk_bytes=1)
         expected = merged(batch, head=head, vocabulary=match)
         torch.testing.assert_close(found, expected)
@@ -202,7 +102,7 @@ def test_backward_inside_autocast(batch, matched):
     for inside in (False, True):
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
-            match = match_by_name(batch) if matched else None
+            match = MATCH if matched else None
             loss = merged(batch, leaves[3], head, vocabulary=match, chunk_bytes=2000)
         torch.manual_seed(2)
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):

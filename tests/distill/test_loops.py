@@ -71,15 +71,6 @@ def test_a_replaced_model_is_an_error(name):
     raises("DataParallel runs copies of the models", copied, **batch())
 
 
-def test_unknown_inputs_and_adapters_of_a_teacher_are_errors():
-    distiller, ids = Distiller(*pair(), FCD()), batch()["input_ids"]
-    words = "takes no input 'lables'; did you mean 'labels'"
-    raises(words, distiller, input_ids=ids, lables=ids, error=TypeError)
-    raises("positional", distiller, ids, error=TypeError)
-    distiller.teacher.peft_config = {}
-    raises("merge_and_unload", student_from_teacher, distiller.teacher, [1])
-
-
 def test_one_compiled_student_serves_two_methods():
     teacher, student = pair(layers=[4])
     compiled = torch.compile(student, backend="eager")
@@ -144,8 +135,8 @@ def test_a_compiled_distiller_is_the_plain_one_in_one_graph():
 
     A language model's graph: test_lm_head.py.
     """
-    data = data_of("albert", "tokens")
-    teacher = student_from_teacher(model_of("albert", "tokens"), [3])  # a layer takes a second
+    data = data_of("distilbert", "tokens")
+    teacher = student_from_teacher(model_of("distilbert", "tokens"), [3])  # a layer takes a second
     distiller = Distiller(teacher, student_from_teacher(teacher, [1]), recipe("lrkd")).eval()
     compiled, graphs = counted(distiller)
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in distiller.modules()]
@@ -161,12 +152,12 @@ def test_a_compiled_distiller_is_the_plain_one_in_one_graph():
 
 
 def test_a_step_reads_no_value():
-    """Fake tensors have no values: a step that reads one on the host raises; of three methods."""
+    """Fake tensors have no values: a step that reads one on the host raises; of one method."""
     teacher, data = model_of("bert", "sequence"), data_of("bert", "sequence")
     models = eager((teacher, student_from_teacher(teacher, [1, 3])))
-    for name in random.Random(FIRST).sample([*METHODS, "attention"], 3):
-        distiller = Distiller(*models, method_of(name, "sequence"))
-        distiller.prepare([data])
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            out = distiller(**{key: mode.from_tensor(x) for key, x in data.items()})
-            out.loss.backward()
+    name = random.Random(FIRST).choice([*METHODS, "attention"])
+    distiller = Distiller(*models, method_of(name, "sequence"))
+    distiller.prepare([data])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = distiller(**{key: mode.from_tensor(x) for key, x in data.items()})
+        out.loss.backward()

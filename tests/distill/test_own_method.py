@@ -8,7 +8,7 @@ from fastkd.distill import FCD, Distiller, method_by_name, resolve
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import capture_qkv
 from fastkd.models.outputs import LayerRequest, model_outputs
-from tests.distill.models import CONFIGS, batch, eager, pair
+from tests.distill.models import CONFIGS, batch, pair
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import model_of
 from tests.support.compare import raises
@@ -32,10 +32,6 @@ def test_queries_of_self_attention_are_captured(family):
 
 
 def test_models_that_do_not_show_what_a_method_asks_for_are_errors():
-    teacher, student = pair()
-    student.set_attn_implementation("eager")
-    words = r'sdpa attention .* the teacher with attn_implem.*"eager"'
-    raises(words, Distiller, teacher, student, HiddenAndAttention())
     sizes = {"vocab_size": 60, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
     interleaved = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
     with (
@@ -43,8 +39,6 @@ def test_models_that_do_not_show_what_a_method_asks_for_are_errors():
         capture_qkv(Backbone(interleaved), [1]),
     ):
         pass
-    distiller = Distiller(*eager(pair("albert")), HiddenAndAttention())
-    raises("AlbertForSequenceClassification doesn't show", distiller, **batch())
     squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
     inputs = {"input_ids": batch()["input_ids"]}
     raises("SqueezeBertModel doesn't show", model_outputs, squeezed, inputs, LayerRequest(qkv=(1,)))

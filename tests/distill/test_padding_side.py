@@ -9,7 +9,7 @@ from fastkd.distill import FCD, MC3KD, Distiller, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
 from fastkd.models.batch import pad_right, rotate
-from tests.distill.models import batch, exact, pair
+from tests.distill.models import batch, exact, pair, ready
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 
@@ -20,26 +20,13 @@ def padded_left(data):
     return {n: rotate(x, lengths, 1) if x.shape == mask.shape else x for n, x in data.items()}
 
 
-def distiller_for(family, head, **options):
-    teacher = model_of(family, head).double()
-    method = FCD(task_weight=0) if head == "none" else FCD(soft_weight=1.0)
-    student = student_from_teacher(teacher, [1, 3])
-    return Distiller(teacher, student, method, **options).eval()
-
-
-def equal_steps(distiller, one, other):
-    terms, expected = taken(distiller, one)
-    found, gradients = taken(distiller, other)
-    torch.testing.assert_close(found, terms, atol=1e-12, rtol=1e-12)
-    largest = max(float(x.abs().max()) for x in expected.values())
-    for name, x in expected.items():
-        torch.testing.assert_close(gradients[name], x, atol=1e-12 * largest, rtol=0)
-
-
 def test_one_row_of_positions_gives_those_of_each_column():
-    distiller, data = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
-    left = {**padded_left(data), "position_ids": torch.arange(10)[None]}
-    equal_steps(distiller, left, {**left, "position_ids": torch.arange(10).expand(4, 10)})
+    teacher = model_of("gpt2", "next word").double()
+    distiller = ready(teacher, student_from_teacher(teacher, [1, 3]), "fcd").eval()
+    data = padded_left(data_of("gpt2", "next word"))
+    one, each = torch.arange(10)[None], torch.arange(10).expand(4, 10)
+    found, expected = (taken(distiller, {**data, "position_ids": x}) for x in (one, each))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_rows_with_unknown_padding():

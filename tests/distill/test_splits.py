@@ -63,19 +63,14 @@ def test_the_second_run_repeats_the_dropout_of_the_first():
     assert torch.equal(torch.rand(1), after)
 
 
-def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast():
-    data = data_of()
-    frozen, mixed = exact("lrkd"), exact("fcd").float()
-    frozen.student.requires_grad_(False)
-    for distiller, precision in ((frozen, torch.float64), (mixed, torch.bfloat16)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-            _, expected = taken(distiller, data)
-            _, found = taken(distiller, cut(data, *ENDS))
-        assert found.keys() == expected.keys()
-        accuracy = 1e-10 if distiller is frozen else 0.1
-        for name, gradient in expected.items():
-            size = max(1e-2, float(gradient.abs().max()))
-            assert (found[name] - gradient).abs().max() < accuracy * size, name
+def test_accumulation_is_the_whole_batch_under_autocast():
+    data, distiller = data_of(), exact("fcd").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        (_, expected), (_, found) = (taken(distiller, x) for x in (data, cut(data, *ENDS)))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        size = max(1e-2, float(gradient.abs().max()))
+        assert (found[name] - gradient).abs().max() < 0.1 * size, name
 
 
 def test_losses_without_gradients_add_up():

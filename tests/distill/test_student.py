@@ -36,6 +36,12 @@ def logits(model, family):
         return model.eval()(**inputs).logits
 
 
+def saved(student, path):
+    """The model that a user reads again."""
+    student.save_pretrained(path)
+    return type(student).from_pretrained(path).eval()
+
+
 def cut_by_hand(teacher, family, layers):
     """The teacher with the other blocks taken out of its list."""
     model = copy.deepcopy(teacher)
@@ -62,9 +68,7 @@ def test_student_equals_the_teacher_without_the_dropped_blocks(family, tmp_path)
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
-    student.save_pretrained(tmp_path)
-    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(again, family), logits(student, family))
+    torch.testing.assert_close(logits(saved(student, tmp_path), family), logits(student, family))
 
 
 WRITES = {"t5": "written words", "bart": "written words", "whisper": "transcripts"}
@@ -80,9 +84,7 @@ def test_only_the_decoder_of_an_encoder_decoder_is_cut(family, tmp_path):
     encoders = [x.get_encoder() for x in (student, teacher)]
     for new, old in ((ours.blocks[1], theirs.blocks[2]), encoders):
         assert all(map(torch.equal, new.state_dict().values(), old.state_dict().values()))
-    student.save_pretrained(tmp_path)
-    again = type(student).from_pretrained(tmp_path)
-    torch.testing.assert_close(again(**data).loss, student(**data).loss)
+    torch.testing.assert_close(saved(student, tmp_path)(**data).loss, student(**data).loss)
 
 
 @pytest.mark.parametrize("family, layers", [("qwen3", [2, 3]), ("modernbert", [1, 2])])
@@ -94,8 +96,7 @@ def test_lists_with_an_entry_per_layer_are_cut(family, layers, tmp_path):
     student = student_from_teacher(teacher, layers)
     assert student.config.layer_types == [types[i - 1] for i in layers]
     assert teacher.config.layer_types == types
-    student.save_pretrained(tmp_path)
-    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    again = saved(student, tmp_path)
     torch.testing.assert_close(logits(again, "bert"), logits(student, "bert"))
 
 
@@ -232,8 +233,7 @@ def test_embeddings_for_each_layer_are_cut_with_the_layers(family, options, laye
         whole = student_from_teacher(teacher, [1, 2, 3, 4, 5, 6]).eval()
         torch.testing.assert_close(whole(ids).logits, teacher(ids).logits)
     torch.testing.assert_close(ours, theirs[:, :, [i - 1 for i in layers]])
-    student.save_pretrained(tmp_path)
-    read = type(student).from_pretrained(tmp_path).eval()
+    read = saved(student, tmp_path)
     torch.testing.assert_close(read(ids).logits, student(ids).logits)
     raises("has no such full_attention layer; add one", student_from_teacher, teacher, [1, 3, 6])
 
@@ -273,8 +273,7 @@ def test_a_number_of_layers_keeps_every_kind_of_a_hybrid(family, tmp_path):
     ids, plan = torch.randint(5, 60, (1, 6)), dict(max_new_tokens=4, do_sample=False)
     with_cache, without = (student.generate(ids, use_cache=x, **plan) for x in (True, False))
     assert torch.equal(with_cache, without)
-    student.save_pretrained(tmp_path)
-    again = type(student).from_pretrained(tmp_path).eval()
+    again = saved(student, tmp_path)
     torch.testing.assert_close(again(ids).logits, student(ids).logits)
     attending = [i for i, kind in enumerate(kinds, 1) if kind == "a"]
     words = f"have no attention.* include one of \\{attending}"

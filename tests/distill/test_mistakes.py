@@ -1,0 +1,227 @@
+"""Models that don't fit a method or each other, and wrong batches: the sentence of each."""
+
+import copy
+
+import torch
+import transformers as t
+from torch import nn
+
+from fastkd.distill import (
+    FCD,
+    LRKD,
+    AttentionMSE,
+    Blocks,
+    ByRow,
+    Distiller,
+    IntraClassKNN,
+    Several,
+    SoftTargets,
+    method_by_name,
+    student_from_teacher,
+)
+from fastkd.distill.attention_relations import MiniLM, MiniLMv2
+from fastkd.distill.baselines import GOLD, Embeddings
+from tests.distill.models import batch, classifier, eager, model, pair
+from tests.distill.own_method import HiddenAndAttention
+from tests.distill.support import data_of, model_of
+from tests.distill.test_blocks import Patches, side
+from tests.distill.test_distiller import decoders, documents, packed
+from tests.distill.test_spans import data as of_two_tokenizers
+from tests.distill.test_spans import pair as of_unlike_tokenizers
+from tests.distill.test_two_vocabularies import data as of_two_vocabularies
+from tests.distill.test_two_vocabularies import two_models
+from tests.support.compare import raises
+
+
+def wrong_models():
+    """The words, teacher, student and method."""
+    one, two, three = (classifier("bert", layers) for layers in (4, 2, 3))
+    for method, hint in (
+        ("fcd", r"got 'fcd'; .* fastkd.distill.method_by_name\('fcd'\)"),
+        (FCD, r"got the class FCD; pass an instance, FCD\(\)"),
+        (4, "got int"),
+    ):
+        yield rf"method must be a fastkd.distill method, {hint}", one, two, method
+    yield "student must be a transformers model, got Linear", one, nn.Linear(2, 2), FCD()
+    for both in ((one, one), (two, copy.copy(two))):
+        yield "student: shares parameters with the teacher", *both, FCD()
+    kinds = ("multi_label_classification", "regression")
+    both = (classifier("bert", problem_type=kind) for kind in kinds)
+    yield "problem_type is regression and the teacher's multi_lab", *both, SoftTargets()
+    other = classifier("bert", 2, num_labels=4)
+    yield r"student has 4 labels or vocabulary entries.* teacher 3", one, other, SoftTargets()
+    turned = classifier("bert", 2, id2label={0: "LABEL_2", 1: "LABEL_1", 2: "LABEL_0"})
+    yield r"classes are LABEL_2, LABEL_1, LABEL_0 .* one order", one, turned, SoftTargets()
+    sizes = (model(t.GPT2LMHeadModel, "gpt2", 2, vocab_size=size) for size in (1100, 50))
+    yield r"50 labels or vocabulary entries.* teacher 1100", *sizes, SoftTargets()
+    yield "teacher has no head", one.bert, two, LRKD()
+    bases = pair("bert", head=t.BertModel)
+    yield r"SoftTargets has terms .*\(task, soft\).* no head", *bases, SoftTargets()
+    yield "pass alpha=None", *bases, LRKD()
+    reads, writes = (model(t.BertForMaskedLM, "bert"), model_of("t5", "written words"))
+    yield r"student \(T5\w+\) is an encoder-decoder, the teacher", reads, writes, LRKD()
+    yield r"teacher \(T5\w+\) is an encoder-decoder, the student", writes, reads, FCD()
+    narrow = classifier("bert", 2, hidden_size=8)
+    yield "have 8 dimensions, the teacher's 16; set", one, narrow, Embeddings(mse=1.0)
+    for name in ("fcd", "lrc_bert", "mc3kd"):
+        words = "student has 3 layers but the teacher only 2"
+        yield words, two, three, method_by_name(name)
+    yield "2 teacher layers for 3 student layers", one, three, FCD(layers=[1, 2])
+    yield "layer=5: the teacher has 4 layers", one, two, MiniLM(layer=5)
+    words = r'sdpa attention .* the teacher with attn_implem.*"eager"'
+    yield words, one, *eager([classifier("bert", 2)]), HiddenAndAttention()
+    yield "several teachers need one method each", [one, three], two, FCD()
+    methods = Several(FCD(), LRKD(), SoftTargets())
+    yield r"got . teachers for 3 methods", [one, three], two, methods
+    teacher, student = side(4, 24), side(2)
+    yield "compares attention maps", teacher, student, AttentionMSE()
+    yield "has no head", teacher, Blocks(Patches(2), "blocks", hidden_size=16), FCD()
+    yield r"describe any other with fastkd.distill.Blocks", teacher, Patches(1), FCD()
+
+
+def test_wrong_models_are_errors():
+    for words, teacher, student, method in wrong_models():
+        raises(words, Distiller, teacher, student, method, error=(ValueError, TypeError))
+    few = Distiller(classifier("bert"), classifier("bert", 2, num_labels=4), FCD(soft_weight=0.0))
+    assert few(**batch()).loss.isfinite()  # no logits are compared
+
+
+class ReadsUndeclared(FCD):
+    """Its soft term reads logits."""
+
+    logit_terms = ("task",)
+
+
+def of(method, *models, **options):
+    return Distiller(*(models or pair()), method, **options)
+
+
+ALONE = {"alpha2": 0.0, "alpha3": 0.0}  # without logits
+
+
+def wrong_rows():
+    """The words, a distiller and a batch, of one prediction a row."""
+    data, soft, fcd = batch(), of(SoftTargets()), of(FCD())
+    inputs = {name: x for name, x in data.items() if name != "labels"}
+    labels = data["labels"]
+    yield "takes no input 'lables'; did you mean 'labels'", fcd, {**inputs, "lables": labels}
+    for label in (3, 7, -1):
+        wrong = labels.index_fill(0, torch.tensor([2]), label)
+        words_of = rf"labels: {label} is none of the 3 classes of the stud"
+        yield words_of, soft, {**data, "labels": wrong}
+    yield "task term needs labels in the batch", fcd, inputs
+    yield r"labels have shape \(5,\)", fcd, {**inputs, "labels": labels[:5]}
+    square = torch.ones(6, 1, 10, 10)
+    yield r"attention_mask must be \(B, N\)", fcd, {**data, "attention_mask": square}
+    nothing = FCD(alpha=0.0, beta=0.0, task_weight=0.0)
+    yield "all weights of FCD are zero", of(nothing), data
+    weights = torch.ones(6, 10)
+    yield "gives one prediction a row; leave them out", fcd, {**data, "loss_weights": weights}
+    yield r"segments must have the tokens' shape \(6, 10\)", fcd, {**data, "segments": labels}
+    several = [classifier("bert", problem_type="multi_label_classification") for _ in range(2)]
+    one = {**inputs, "labels": labels.float()}
+    yield r"labels have shape \(6,\) but", of(SoftTargets(), *several), one
+    numbers = of(SoftTargets(), *pair(num_labels=1))
+    yield r"labels have shape \(1,\) but the stud", numbers, {**inputs, "labels": torch.zeros(1)}
+    choices = of(IntraClassKNN(), *pair("bert", head=t.BertForMultipleChoice))
+    questions = {"input_ids": torch.ones(3, 4, 7).long(), "labels": labels[:3]}
+    yield "got 3 labels for 12 samples", choices, questions
+    answers = of(FCD(), *pair("bert", head=t.BertForQuestionAnswering))
+    yield "takes start_positions and end_positions", answers, data
+    head = pair("bert", head=t.BertForPreTraining)
+    yield r"task term needs logits.*prediction_logits", of(FCD(), *head), inputs
+    unread = of(SoftTargets(alpha=1.0), *head)
+    yield r"soft term needs logits, but the student", unread, inputs
+    found = of(SoftTargets(alpha=1.0), *pair("electra", head=t.ElectraForPreTraining))
+    yield r"soft term needs logits of 2 labels.* \(6, 10\)", found, data
+    bases = of(IntraClassKNN(**ALONE), *pair("bert", head=t.BertModel))
+    yield "labels must be passed, one per sample", bases, inputs
+    cut = of(AttentionMSE(), *eager(pair()))
+    cut.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    yield "use_reentrant=True cuts the gradient", cut, data
+    heads = eager([classifier("bert"), classifier("bert", 2, num_attention_heads=4)])
+    yield "compare their means with heads='mean'", of(AttentionMSE(), *heads), data
+    heads = classifier("bert"), classifier("bert", 2, num_attention_heads=1)
+    yield "use MiniLMv2", of(MiniLM(), *heads), data
+    yield "relation_heads=5 doesn't divide", of(MiniLMv2(relation_heads=5), *pair()), data
+    shared = of(HiddenAndAttention(), *eager(pair("albert")))
+    yield "AlbertForSequenceClassification doesn't show", shared, data
+    teachers = ByRow({"a": classifier("bert"), "b": classifier("bert")})
+    by_row = of(SoftTargets(), teachers, classifier("bert", 2))
+    for given, said in (
+        ({}, "teacher_id: missing; pass each row's teacher: a, b"),
+        ({"teacher_id": ["a", "c"] * 3}, "'c' is none of the teachers; pass a, b, or numbers"),
+        ({"teacher_id": labels.new_tensor([0, 2, 1, 0, 1, 0])}, "2 is none of the teachers"),
+        ({"teacher_id": ["a", "b"]}, "names 2 rows, but labels has shape"),
+    ):
+        yield said, by_row, {**data, **given}
+
+
+def wrong_tokens():
+    """The same of one prediction a token, and of packed rows."""
+    data = batch()
+    words = {**data, "labels": data["input_ids"]}
+    masked = of(SoftTargets(), *pair("bert", head=t.BertForMaskedLM))
+    for change, said in (
+        (torch.ones(6, 7), "loss_weights must have shape"),
+        (torch.ones(6, 10).long(), "loss_weights must be bfloat16"),
+        (torch.ones(6, 10, requires_grad=True), "loss_weights requires grad"),
+    ):
+        yield said, masked, {**words, "loss_weights": change}
+    predicts = pair("gpt2", head=t.GPT2LMHeadModel)
+    yield "one per sample", of(IntraClassKNN(), *predicts), words
+    rows = packed(documents(), labels=False)
+    apart = of(IntraClassKNN(**ALONE), *decoders(t.LlamaModel))
+    yield "got 4 labels for 5 samples", apart, {**rows, "labels": torch.zeros(4).long()}
+    whole = of(SoftTargets(), *pair("llama"))  # with one prediction per row
+    yield "rows are packed with several documents", whole, {**rows, "labels": torch.zeros(1).long()}
+    writes, written = model_of("t5", "written words"), data_of("t5", "written words")
+    writes = of(SoftTargets(), writes, student_from_teacher(writes, (1, 3)))
+    lacking = {name: x for name, x in written.items() if name != "labels"}
+    yield r"student \(T5For\w+\) is an encoder-decoder; pass labels", writes, lacking
+    numbered = {**written, "segments": torch.zeros_like(written["labels"])}
+    yield "a decoder's row is one", writes, numbered
+    llama = model_of("llama", "next word")
+    undeclared = of(ReadsUndeclared(), llama, student_from_teacher(llama, [1, 3]))
+    text = data_of("llama", "next word")
+    yield r"the teacher's logits, .* add it to logit_terms", undeclared, text
+
+
+def wrong_inputs():
+    """The same of models that aren't from transformers, and of two tokenizers."""
+    images, image = of(FCD(), side(4, 24), side(2)), torch.randn(6, 3, 12, 12)
+    yield r"\(Patches\) takes no input 'imag'; did you mean 'image'", images, {"imag": image}
+    blocks = Blocks(Patches(2), "blocks", hidden_size=16, output_size=3)
+    perturbs = of(method_by_name("lrc_bert", preset="paper"), side(4, 24), blocks)
+    said = r"pass embeddings=..., or set the method's perturb=False"
+    yield said, perturbs, {"image": image, "labels": torch.arange(6) % 3}
+    own, spans = of_two_tokenizers(), of(FCD(), *of_unlike_tokenizers())
+    one = {n: x for n, x in own.items() if n != "student_spans"}
+    yield "student_spans, teacher_spans: one is missing", spans, one
+    shorter = {**own, "student_spans": own["student_spans"][:3]}
+    yield r"spans have shape \(3, ", spans, shorter
+    maps = of(AttentionMSE(heads="mean"), *eager(of_unlike_tokenizers()))
+    yield "compares attention", maps, own
+    for name, which in (("input_ids", "student"), ("teacher_input_ids", "teacher")):
+        beyond = own[name].clone()
+        beyond[1, 2] = 60
+        said = rf"{name}: the id 60 is not one of the 60 tokens of the {which} \(\w+\); pass"
+        yield said, spans, {**own, name: beyond}
+    texts = {name: own[name] for name in ("input_ids", "teacher_input_ids")}
+    llamas = (model(t.LlamaForCausalLM, "llama") for _ in range(2))
+    yield "predictions for each token", of(SoftTargets(), *llamas), texts
+    teacher, student, match = two_models()
+    matched, rows = of(SoftTargets(), teacher, student, tokenizers=match), of_two_vocabularies()
+    rows = {name: rows[name] for name in ("input_ids", "labels")}
+    yield "teacher_spans: the teacher has another vocabulary", matched, rows
+    kept = of(GOLD(), teacher, student, tokenizers=match, keep_logits=True)
+    yield "GOLD compares spans of two tokenizers", kept, of_two_vocabularies()
+
+
+def test_wrong_batches_are_errors():
+    for words, distiller, data in (*wrong_rows(), *wrong_tokens(), *wrong_inputs()):
+        raises(words, distiller, error=(ValueError, TypeError), **data)
+    distiller = Distiller(*pair(), FCD())
+    raises("positional", distiller, batch()["input_ids"], error=TypeError)
+    distiller.teacher.peft_config = {}
+    raises("merge_and_unload", student_from_teacher, distiller.teacher, [1])
