@@ -198,7 +198,8 @@ class Step:
     def draw_form(self) -> None:
         """Models that a user changed, parameters that don't learn, and a teacher of the student."""
         forms = ["", "", "", "frozen block", "offloaded"]
-        if not self.stored and self.name != "gold":  # which read the weights outside of a pass
+        # A cache and GOLD read the weights outside of a pass; DeBERTa's functions are compiled.
+        if not self.stored and self.name != "gold" and self.family != "deberta_v2":
             forms += ["offloaded by accelerate", "offloaded to a disk"]
         if not self.embedded:  # what a batch has is of one dtype
             forms += ["float32 student", "float32 teachers"]
@@ -1364,6 +1365,8 @@ def _wrong(step: Step, folder: str) -> str | None:
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
     terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
+    if any(x.requires_grad for x in terms.values()):
+        return "the terms require grad"
     distiller.zero_grad()
     loss, expected, compared = step.by_hand()
     # Nothing may be compared.

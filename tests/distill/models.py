@@ -138,5 +138,10 @@ def batch(
     return {"input_ids": ids * mask + PAD * (1 - mask), "attention_mask": mask, "labels": labels}
 
 
+def split(data: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The rows of a batch."""
+    return [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]
+
+
 def batch_for(family: str, **options) -> dict[str, Tensor]:
     return batch(left=family in PADS_LEFT, **options)

@@ -9,7 +9,7 @@ import torch
 from fastkd.distill import DistillationTrainer, Distiller, SoftTargets
 from fastkd.distill.verify import verify
 from tests.distill import support
-from tests.distill.models import set_dropout
+from tests.distill.models import set_dropout, split
 from tests.distill.test_trainer import arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "any_loop.md"
@@ -35,7 +35,7 @@ def test_a_trainer_of_the_student_takes_the_steps_of_a_distillation_trainer(tmp_
     names: dict = {}
     exec(next(block for block in BLOCKS if "class Distilled" in block), names)
     teacher, data = (make("llama", "next word") for make in (support.model_of, support.data_of))
-    rows = [{name: x[i % 4] for name, x in data.items()} for i in range(8)]
+    rows = 2 * split(data)
     students = []
     for kind in (DistillationTrainer, names["Distilled"]):
         distiller = Distiller(teacher, support.model_of("llama", "next word"), SoftTargets())

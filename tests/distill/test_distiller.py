@@ -8,23 +8,9 @@ import torch
 import transformers as t
 from torch.nn.utils.rnn import pad_sequence
 
-from fastkd.distill import (
-    FCD,
-    METHODS,
-    Distiller,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd.distill import FCD, METHODS, Distiller, method_by_name, student_from_teacher
 from tests.distill import support
-from tests.distill.models import (
-    batch,
-    classifier,
-    gradients_of,
-    pair,
-    ready,
-    set_dropout,
-    step,
-)
+from tests.distill.models import batch, classifier, gradients_of, pair, ready, set_dropout, step
 from tests.distill.support import FAMILIES as SUPPORTED
 from tests.support.compare import raises
 
@@ -153,9 +139,6 @@ def test_a_schedule_without_progress_warns_once():
         distiller(**batch())
     for bad in (-0.1, 1.5, float("nan")):
         raises("progress", distiller.set_progress, bad)
-
-
-# Heads of other kinds
 
 
 # Packed rows and padding sides

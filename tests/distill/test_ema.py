@@ -4,33 +4,32 @@ import copy
 
 import pytest
 import torch
-import transformers as t
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill import DistillationTrainer, Distiller, EMATeacher, SoftTargets
-from tests.distill.models import batch, classifier, model, set_dropout
+from tests.distill.models import batch, classifier, set_dropout, split
 from tests.distill.processes import run_ranks
 from tests.distill.test_trainer import arguments
 from tests.support.compare import raises
 
 
-def made(decay=0.9, dtype=torch.float32, method=None):
+def made(decay=0.9, dtype=torch.float32):
     torch.manual_seed(0)
     student = classifier("bert", 2).to(dtype)
     teacher = EMATeacher(student, decay)
-    distiller = Distiller(teacher, student, method or SoftTargets())
+    distiller = Distiller(teacher, student, SoftTargets())
     set_dropout(distiller)
     return distiller, teacher
 
 
-def train(distiller, steps=3, wrapped=None, rows=8, start=0):
+def train(distiller, steps=3, wrapped=None, start=0):
     teacher = distiller.teacher
     optimizer = torch.optim.SGD([p for p in distiller.parameters() if p.requires_grad], lr=0.1)
     for step in range(start, start + steps):
         torch.manual_seed(step)
-        (wrapped or distiller)(**batch(rows=rows)).loss.backward()
+        (wrapped or distiller)(**batch(rows=8)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         teacher.update()
@@ -81,8 +80,7 @@ def test_state_dict_resumes_the_average():
 
 
 def test_a_trainer_updates_and_resumes_it(tmp_path):
-    data = batch(rows=16)
-    rows = [{name: x[i] for name, x in data.items()} for i in range(16)]
+    rows = split(batch(rows=16))
 
     def trainer(directory):
         distiller, _ = made()
@@ -159,30 +157,3 @@ def test_wrong_arguments_are_errors():
     raises("decay must be at most 1", EMATeacher, distiller.student, 1.5)
     distiller.student.bert.extra = torch.nn.Linear(2, 2)
     raises(r"bert.extra.bias for one; make the teacher after", teacher.update)
-
-
-def test_unpaired_tokens_are_an_error():
-    student, data = model(t.AutoModelForCausalLM, "llama", 2), privileged()
-    distiller = Distiller(EMATeacher(student, 0.9), student, SoftTargets())
-    several = {"student_spans": data["student_spans"].clamp(max=0)}
-    other = {"teacher_input_ids": data["teacher_input_ids"].flip(1)}
-    unlabelled = {name: x for name, x in data.items() if name != "labels"}
-    unpaired = {name: x for name, x in data.items() if not name.endswith("spans")}
-    for given, words in (
-        (unlabelled, "labels: SoftTargets compares the predictions"),
-        (data | several, "span 0 of row 0 has several tokens"),
-        (data | other, r"token \d of row 0 has the id .* pair equal tokens"),
-        (unpaired, "pair equal tokens by student_spans and teacher_spans"),
-    ):
-        raises(words, distiller, **given)
-
-
-def privileged(rows=3):
-    """Answers; the teacher reads a prompt before them."""
-    ids, numbers = torch.randint(1, 60, (rows, 9)), torch.arange(9).expand(rows, 9)
-    prompt = torch.randint(1, 60, (rows, 5))
-    return {
-        "input_ids": ids, "labels": ids, "teacher_input_ids": torch.cat([prompt, ids], 1),
-        "student_spans": numbers,
-        "teacher_spans": torch.cat([torch.full_like(prompt, -1), numbers], 1),
-    }  # fmt: skip

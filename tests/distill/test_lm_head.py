@@ -9,29 +9,17 @@ import transformers as t
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkd import soft_target_loss
-from fastkd.distill import FCD, Distiller, Several, SoftTargets, offload, student_from_teacher
+from fastkd.distill import FCD, LRKD, Distiller, Several, SoftTargets, offload, student_from_teacher
 from fastkd.lm import linear_soft_targets
 from fastkd.models.hooks import Offload, on_device
 from tests.distill import draws, support
 from tests.distill.models import recipe, step
 
 
-def both(family, head, method, layers=(1, 3)):
-    """A distiller by heads, and one by all logits."""
-    teacher = support.model_of(family, head).double()
-    teacher = student_from_teacher(teacher, range(1, max(layers) + 1)).eval()
-    student = student_from_teacher(teacher, layers)
-    with torch.no_grad():
-        for p in student.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    found = []
-    for keep_logits in (False, True):
-        torch.manual_seed(2)
-        made = recipe(method) if isinstance(method, str) else copy.deepcopy(method)
-        distiller = Distiller(teacher, copy.deepcopy(student), made, keep_logits=keep_logits)
-        distiller.set_progress(1.0)
-        found.append(distiller.eval())
-    return found
+def of_llama(method, **options):
+    """A Distiller of language models in float64."""
+    teacher = support.model_of("llama", "next word").double()
+    return Distiller(teacher, student_from_teacher(teacher, [1, 3]), method, **options).eval()
 
 
 def assert_same(found, expected):
@@ -39,8 +27,7 @@ def assert_same(found, expected):
 
 
 def test_no_logits_of_all_tokens_and_no_unread_terms_are_computed(monkeypatch):
-    by_head, data = both("llama", "next word", "lrkd")[0], support.data_of("llama", "next word")
-    rows = []
+    by_head, data, rows = of_llama(LRKD()), support.data_of("llama", "next word"), []
     for model in (by_head.teacher, by_head.student):
         model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
     by_head(**data).loss.backward()
@@ -50,8 +37,7 @@ def test_no_logits_of_all_tokens_and_no_unread_terms_are_computed(monkeypatch):
         raise AssertionError("entropy and accuracy cost a pass over all logits")
 
     monkeypatch.setattr(linear_soft_targets, "entropy_and_accuracy", read)
-    by_head, _ = both("llama", "next word", SoftTargets())
-    assert set(by_head(**data).terms) == {"soft", "task", "total"}
+    assert set(of_llama(SoftTargets())(**data).terms) == {"soft", "task", "total"}
 
 
 def test_several_methods_with_different_terms():
@@ -60,8 +46,8 @@ def test_several_methods_with_different_terms():
             return step.student.logits.square().mean()
 
     data = support.data_of("llama", "next word")
-    by_head, by_logits = both("llama", "next word", Several(SoftTargets(), Own()))
-    (out, gradients), (expected, wanted) = (step(x, data) for x in (by_head, by_logits))
+    both = (of_llama(Several(SoftTargets(), Own()), keep_logits=keep) for keep in (False, True))
+    (out, gradients), (expected, wanted) = (step(x, data) for x in both)
     assert out.logits is not None
     assert_same((out.terms, gradients), (expected.terms, wanted))
 
@@ -69,13 +55,13 @@ def test_several_methods_with_different_terms():
 @pytest.mark.thorough  # compiles for seconds
 def test_logits_that_a_hook_changes_are_used_in_a_graph():
     """Uncompiled: among the random steps."""
-    distillers = both("llama", "next word", SoftTargets(), layers=(1,))
-    for model in (distillers[0].teacher, *(x.student for x in distillers)):
+    both = [of_llama(SoftTargets(), keep_logits=keep) for keep in (False, True)]
+    for model in (x for distiller in both for x in (distiller.teacher, distiller.student)):
         model.register_forward_hook(lambda module, args, out: draws.halved(out))
     torch.compiler.reset()
-    graph = torch.compile(distillers[0], backend="eager", fullgraph=True)
+    graph = torch.compile(both[0], backend="eager", fullgraph=True)
     data = support.data_of("llama", "next word")
-    assert_same(graph(**data).terms, distillers[1](**data).terms)
+    assert_same(graph(**data).terms, both[1](**data).terms)
 
 
 def test_a_head_under_autocast():

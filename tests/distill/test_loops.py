@@ -7,14 +7,7 @@ import torch
 import transformers as t
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastkd.distill import (
-    FCD,
-    LRCBERT,
-    LRKD,
-    METHODS,
-    Distiller,
-    student_from_teacher,
-)
+from fastkd.distill import FCD, LRCBERT, LRKD, METHODS, Distiller, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import batch, classifier, eager, pair, recipe

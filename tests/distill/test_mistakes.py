@@ -5,6 +5,7 @@ import copy
 import torch
 import transformers as t
 from torch import nn
+from torch.nn import functional as F
 
 from fastkd.distill import (
     FCD,
@@ -21,7 +22,7 @@ from fastkd.distill import (
 )
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.baselines import GOLD, Embeddings
-from tests.distill.models import batch, classifier, eager, model, pair
+from tests.distill.models import batch, classifier, eager, exact, model, pair
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_blocks import Patches, side
@@ -210,6 +211,20 @@ def wrong_inputs():
     texts = {name: own[name] for name in ("input_ids", "teacher_input_ids")}
     llamas = (model(t.LlamaForCausalLM, "llama") for _ in range(2))
     yield "predictions for each token", of(SoftTargets(), *llamas), texts
+    ids, numbers = torch.arange(27).view(3, 9) + 5, torch.arange(9).expand(3, 9)
+    own = {
+        "input_ids": ids, "labels": ids, "teacher_input_ids": F.pad(ids, (2, 0), value=5),
+        "student_spans": numbers, "teacher_spans": F.pad(numbers, (2, 0), value=-1),
+    }  # fmt: skip
+    several, others = numbers.clamp(max=0), own["teacher_input_ids"].flip(1)
+    for change, said in (
+        ({"labels": None}, "labels: SoftTargets compares the predictions"),
+        ({"student_spans": several}, "span 0 of row 0 has several tokens"),
+        ({"teacher_input_ids": others}, r"token \d of row 0 has the id .* pair equal tokens"),
+        (dict.fromkeys(("student_spans", "teacher_spans")), "pair equal tokens by student_spans"),
+    ):
+        given = {name: x for name, x in {**own, **change}.items() if x is not None}
+        yield said, exact("soft_targets", "language model"), given
     teacher, student, match = two_models()
     matched, rows = of(SoftTargets(), teacher, student, tokenizers=match), of_two_vocabularies()
     rows = {name: rows[name] for name in ("input_ids", "labels")}

@@ -9,7 +9,7 @@ from fastkd.distill import FCD, MC3KD, Distiller, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
 from fastkd.models.batch import pad_right, rotate
-from tests.distill.models import batch, exact, pair, ready
+from tests.distill.models import batch, exact, pair, ready, split
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 
@@ -59,8 +59,7 @@ def test_the_trainer_evaluates_as_it_trains(tmp_path):
     trainer = DistillationTrainer(teacher, student_from_teacher(teacher, [1, 3]), FCD(), args=args)
     right = data_of("gpt2", "tokens")
     left = padded_left(right)
-    rows = [[{n: x[i] for n, x in data.items()} for i in range(4)] for data in (right, left)]
-    expected, found = (trainer.predict(data) for data in rows)
+    expected, found = (trainer.predict(split(data)) for data in (right, left))
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], abs=1e-6)
     assert (torch.tensor(found.label_ids) == left["labels"]).all()
     mask = right["attention_mask"]

@@ -7,14 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from fastkd.distill import (
-    FCD,
-    LRKD,
-    MC3KD,
-    Distiller,
-    TwoTokenizers,
-    align_spans,
-)
+from fastkd.distill import FCD, LRKD, MC3KD, Distiller, TwoTokenizers, align_spans
 from fastkd.distill.method import other_vocabulary
 from tests.distill.models import classifier
 from tests.support.compare import raises
@@ -25,33 +18,28 @@ WORDS = ["play", "##ing", "well", "in", "the", "gar", "##den", "cat"]
 TEXTS = ["playing in the garden", "the cat", "cat in garden well", "well playing cat"]
 
 
-def word_pieces():
-    vocab = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
-    return t.BertTokenizer(vocab=vocab)
+def word_pieces(*words):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(words or WORDS)]
+    return t.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
 
 
-def characters(left=False):
+def characters():
     """Tokens as of a byte-level decoder: one for each character, without special tokens."""
     letters = sorted({c for text in TEXTS for c in text} | {"?"})
     vocab = {c: i + 1 for i, c in enumerate(letters)}
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **vocab}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="?",
-        padding_side="left" if left else "right",
-    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="?")
 
 
-def pair(student="bert", teacher="llama", hidden=24):
+def pair():
     torch.manual_seed(0)
-    big = classifier(teacher, hidden_size=hidden)
-    return big.double(), classifier(student, layers=2).double()
+    return classifier("llama", hidden_size=24).double(), classifier("bert", layers=2).double()
 
 
-def data(left=False):
-    batch = TwoTokenizers(student=word_pieces(), teacher=characters(left))(TEXTS)
-    batch["labels"] = torch.tensor([0, 1, 1, 0])
-    return batch
+def data():
+    batch = TwoTokenizers(student=word_pieces(), teacher=characters())(TEXTS)
+    return {**batch, "labels": torch.tensor([0, 1, 1, 0])}
 
 
 def pieces(text, offsets, spans):
@@ -73,28 +61,29 @@ def test_spans_are_the_same_text_for_both_tokenizers():
     with torch.device("meta"):  # a default for others
         assert all(map(torch.equal, align_spans(*sides), spans))
     for row, text in enumerate(TEXTS):
-        found = [
-            pieces(text, side[row], span[row]) for side, span in zip(sides, spans, strict=True)
-        ]
+        both = zip(sides, spans, strict=True)
+        found = [pieces(text, side[row], span[row]) for side, span in both]
         assert found[0] == found[1]
         assert "".join(found[0]) == text.replace(" ", "")
     assert pieces(TEXTS[0], sides[0][0], spans[0][0]) == ["play", "ing", "in", "the", "gar", "den"]
 
 
 def test_text_of_one_side_only_has_no_span():
-    long = torch.tensor([[[0, 4], [5, 9], [10, 14], [0, 0]]])
-    short = torch.tensor([[[0, 2], [2, 4], [5, 7]]])  # cut off within a word
-    ours, theirs = align_spans(long, short)
-    assert ours.tolist() == [[0, -1, -1, -1]] and theirs.tolist() == [[0, 0, -1]]
-    long = torch.tensor([[[0, 0], [0, 4], [5, 9], [10, 14]]])
-    short = torch.tensor([[[5, 9], [10, 12], [12, 14]]])  # cut off in front
-    ours, theirs = align_spans(long, short)
-    assert ours.tolist() == [[-1, -1, 0, 1]] and theirs.tolist() == [[0, 1, 1]]
-    ours, theirs = align_spans(long, torch.tensor([[[7, 9], [10, 14]]]))  # within a word
-    assert ours.tolist() == [[-1, -1, -1, 0]] and theirs.tolist() == [[-1, 0]]
-    bytes_of_one_character = torch.tensor([[[0, 1], [0, 1], [0, 1], [1, 4]]])
-    ours, theirs = align_spans(bytes_of_one_character, torch.tensor([[[0, 1], [1, 4]]]))
-    assert ours.tolist() == [[0, 0, 0, 1]] and theirs.tolist() == [[0, 1]]
+    """Cut off within a word, in front, at the start; and bytes of one character."""
+    for long, short, *expected in (
+        (
+            [[0, 4], [5, 9], [10, 14], [0, 0]], [[0, 2], [2, 4], [5, 7]],
+            [0, -1, -1, -1], [0, 0, -1],
+        ),
+        (
+            [[0, 0], [0, 4], [5, 9], [10, 14]], [[5, 9], [10, 12], [12, 14]],
+            [-1, -1, 0, 1], [0, 1, 1],
+        ),
+        ([[0, 0], [0, 4], [5, 9], [10, 14]], [[7, 9], [10, 14]], [-1, -1, -1, 0], [-1, 0]),
+        ([[0, 1], [0, 1], [0, 1], [1, 4]], [[0, 1], [1, 4]], [0, 0, 0, 1], [0, 1]),
+    ):  # fmt: skip
+        found = align_spans(torch.tensor([long]), torch.tensor([short]))
+        assert [x[0].tolist() for x in found] == expected
 
 
 def test_pairs_of_texts():
@@ -108,12 +97,8 @@ def test_pairs_of_texts():
 
 def test_pairs_with_a_truncated_first_text():
     """Tokens of one model at the end of the first text do not join the second text."""
-
-    def tokenizer(*words):
-        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
-        return t.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-
-    two = {"student": tokenizer("aa", "##aa", "x", "y"), "teacher": tokenizer("aaaa", "x", "y")}
+    one, other = word_pieces("aa", "##aa", "x", "y"), word_pieces("aaaa", "x", "y")
+    two = {"student": one, "teacher": other}
     tokenizers = TwoTokenizers(**two, truncation="only_first", max_length=7)
     batch = tokenizers(["aaaa aaaa aaaa", "aaaa"], ["x y", "y"])
     assert batch["student_spans"].tolist() == [[-1, 0, 0, -1, 1, 2, -1], [-1, 0, 0, -1, 1, -1, -1]]

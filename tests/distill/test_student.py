@@ -13,16 +13,7 @@ from fastkd.analysis import adjacent_layer_cca
 from fastkd.distill import MC3KD, Distiller, layer_map, select_layers, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.student import check_layers, kinds_of, resolve_layers, spread_layers
-from tests.distill.models import (
-    BERT,
-    FAMILIES,
-    SMALL,
-    batch,
-    batch_for,
-    classifier,
-    model,
-    pair,
-)
+from tests.distill.models import BERT, FAMILIES, SMALL, batch, batch_for, classifier, model, pair
 from tests.distill.support import FAMILIES as SUPPORTED
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises

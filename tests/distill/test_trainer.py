@@ -18,7 +18,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
-from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout
+from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout, split
 from tests.distill.processes import run_ranks
 from tests.support.compare import raises
 
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
 def rows(count=32):
     torch.manual_seed(0)
-    data = batch(rows=count)
-    return [{key: value[i] for key, value in data.items()} for i in range(count)]
+    return split(batch(rows=count))
 
 
 def few_labels(labelled=3, count=21):
@@ -47,9 +46,8 @@ def test_labelled_rows_are_repeated(tmp_path):
     run.train()
     assert [int((x["labels"] != -100).sum()) for x in seen] == [2] * 6
     assert {len(x["labels"]) for x in seen} == {8}
-    epochs = [
-        [row for x in half for row in x["input_ids"].tolist()] for half in (seen[:3], seen[3:])
-    ]
+    halves = seen[:3], seen[3:]
+    epochs = [torch.cat([x["input_ids"] for x in half]).tolist() for half in halves]
     assert all(row in epoch for row in data["input_ids"] for epoch in epochs)
     assert epochs[0] != epochs[1]
 
@@ -111,7 +109,7 @@ def test_a_step_in_accumulated_batches_is_that_of_all_rows(tmp_path, labels):
     if labels == "text alone":
         method = SoftTargets(alpha=1.0)
         del data["labels"]
-    rows = [{name: x[i] for name, x in data.items()} for i in range(20)]
+    rows = split(data)
     run = trainer(
         tmp_path, method, rows, teacher, max_steps=2, gradient_accumulation_steps=3,
         per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0,
@@ -229,8 +227,7 @@ def test_checkpoints_are_students_and_the_best_is_loaded_at_the_end(tmp_path):
             directory, output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        for key, value in student.state_dict().items():
-            assert torch.equal(value, run.distiller.student.state_dict()[key])
+        assert all(map(torch.equal, student.parameters(), run.distiller.student.parameters()))
 
 
 def test_evaluation_and_prediction_run_the_student(tmp_path):
@@ -251,18 +248,11 @@ def test_an_evaluation_in_half_precision_leaves_the_weights(tmp_path):
     found = []
     for half in (False, True):
         run = trainer(tmp_path, SoftTargets(), bf16_full_eval=half, save_strategy="no", max_steps=2)
-        seen, step = set(), run.prediction_step
-
-        def prediction_step(*args, run=run, seen=seen, step=step, **kwargs):
-            seen.add(run.distiller.student.dtype)
-            return step(*args, **kwargs)
-
-        run.prediction_step = prediction_step
-        before = copy.deepcopy(run.distiller)
+        before, student, seen = copy.deepcopy(run.distiller), run.distiller.student, set()
+        student.register_forward_pre_hook(lambda model, args, seen=seen: seen.add(model.dtype))
         run.evaluate()
         assert seen == {torch.bfloat16 if half else torch.float32}
-        for ours, theirs in zip(run.distiller.parameters(), before.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, run.distiller.parameters(), before.parameters()))
         run.train()
         found.append(list(run.distiller.parameters()))
     assert all(map(torch.equal, *found))
@@ -279,8 +269,7 @@ def test_mc3kd_is_prepared_from_training_data(tmp_path):
     everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
     assert layers == select_layers(whole.distiller.teacher, everything, 2)
     given = trained(tmp_path, method_by_name("mc3kd", layers=layers), **short)
-    for a, b in zip(whole.distiller.parameters(), given.distiller.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, whole.distiller.parameters(), given.distiller.parameters()))
 
 
 def with_columns(data, **columns):
@@ -306,10 +295,8 @@ def test_packed_rows_are_evaluated_as_in_training(tmp_path):
         "input_ids": ids, "position_ids": positions.expand(4, 6),
         "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(positions == 0, -100),
     }  # fmt: skip
-    packed = [{name: x[i] for name, x in data.items()} for i in range(4)]
-    run = DistillationTrainer(
-        teacher, student, SoftTargets(), args=arguments(tmp_path), eval_dataset=packed
-    )
+    given = {"args": arguments(tmp_path), "eval_dataset": split(data)}
+    run = DistillationTrainer(teacher, student, SoftTargets(), **given)
     expected = run.distiller(**data).terms["task"].item()
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
@@ -447,14 +434,9 @@ def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
         runs.train()
         assert runs.distiller is not before and runs.distiller.method.prepared
         states.append(runs.distiller.state_dict())
-    for key, value in states[0].items():
-        assert torch.equal(value, states[1][key]), key
-
-    words, wrong = (
-        "model_init must return a Distiller, got BertFor",
-        {"model_init": lambda: teacher},
-    )
-    raises(words, DistillationTrainer, args=args, error=TypeError, **wrong)
+    assert all(map(torch.equal, *(state.values() for state in states)))
+    words, wrong = "model_init must return a Distiller, got BertFor", {"error": TypeError}
+    raises(words, DistillationTrainer, args=args, model_init=lambda: teacher, **wrong)
     words = "model: pass either teacher"
     raises(words, DistillationTrainer, teacher, model_init=model_init, args=args)
 
