@@ -23,6 +23,7 @@ from fastkd import (
 )
 from fastkd.distributed import AcrossRanks, Ranks, gather_rows, world_size
 from tests.distill.processes import run_ranks
+from tests.support.compare import raises
 
 CLOSE = {"atol": 1e-10, "rtol": 1e-10}
 SIZES = [(5, 3), (4, 0, 3)]  # samples of each rank
@@ -301,8 +302,7 @@ def gather_all(rank):
     kept = torch.tensor([True, rank == 0, True])[: 2 + rank]
     queue.enqueue(rows, torch.arange(2 + rank), kept)
     found.append(queue)
-    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(2, 4\) on ranks 0 to 1"):
-        gather_rows(torch.ones(2, 3 + rank))
+    raises(r"shapes \(2, 3\), \(2, 4\) on ranks 0 to 1", gather_rows, torch.ones(2, 3 + rank))
     return found
 
 

@@ -16,7 +16,7 @@ from fastkd.distill import Distiller, SoftTargets, TeacherCache
 from fastkd.lm.heads import output_layer
 from fastkd.lm.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.distill.processes import run_ranks
-from tests.support.compare import relative_error
+from tests.support.compare import raises, relative_error
 
 SMALL = dict(
     vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
@@ -133,8 +133,7 @@ def test_dropout_of_the_adapter_is_applied():
 
 
 def test_other_adapters_are_refused():
-    with pytest.raises(ValueError, match="not plain LoRA; merge it"):
-        Head.of(lora(use_dora=True))
+    raises("not plain LoRA; merge it", Head.of, lora(use_dora=True))
 
 
 class Packed(nn.Module):
@@ -156,8 +155,7 @@ def test_quantised_heads_dequantise_themselves_or_are_refused():
     model.lm_head = Dequantising(weight)
     assert (Head.of(model).weight - weight).abs().max() <= 0.01
     model.lm_head = Packed(weight)
-    with pytest.raises(ValueError, match=r"Packed has a weight of torch.int8.*skip_modules"):
-        Head.of(model)
+    raises(r"Packed has a weight of torch.int8.*skip_modules", Head.of, model)
 
 
 class FakeQuantised(nn.Linear):
@@ -171,8 +169,7 @@ def test_fake_quantised_heads_are_refused():
     model = model_of("llama")
     V, D = model.lm_head.weight.shape
     model.lm_head = FakeQuantised(D, V, bias=False)
-    with pytest.raises(ValueError, match="FakeQuantised multiplies by more than its weight"):
-        Head.of(model)
+    raises("FakeQuantised multiplies by more than its weight", Head.of, model)
 
 
 def partitioned(layer):
@@ -189,12 +186,10 @@ def test_partitioned_heads_are_refused(tmp_path):
     batch = {"input_ids": torch.randint(60, (2, 5))}
     whole = Distiller(copy.deepcopy(teacher), student, SoftTargets(alpha=1.0))(**batch).loss
     partitioned(teacher.lm_head)
-    with pytest.raises(ValueError, match="head is partitioned by DeepSpeed's ZeRO-3"):
-        Head.of(teacher)
+    raises("head is partitioned by DeepSpeed's ZeRO-3", Head.of, teacher)
     distiller = Distiller(teacher, student, SoftTargets(alpha=1.0))
     torch.testing.assert_close(distiller(**batch).loss, whole)
-    with pytest.raises(ValueError, match="ZeRO-3 has partitioned its weights"):
-        distiller.cache_teacher([batch], tmp_path)
+    raises("ZeRO-3 has partitioned its weights", distiller.cache_teacher, [batch], tmp_path)
 
 
 def test_wrapped_models_and_models_without_a_head():
@@ -204,8 +199,7 @@ def test_wrapped_models_and_models_without_a_head():
     with pytest.raises(TypeError, match="must be a transformers language model, got Linear"):
         Head.of(nn.Linear(2, 3))
     config = transformers.BertConfig(**SMALL)
-    with pytest.raises(ValueError, match="BertModel has no LM head"):
-        Head.of(transformers.BertModel(config))
+    raises("BertModel has no LM head", Head.of, transformers.BertModel(config))
     config = transformers.MobileBertConfig(**(SMALL | dict(embedding_size=8)))
     with pytest.raises(ValueError, match="MobileBertForMaskedLM multiplies by more"):
         Head.of(transformers.MobileBertForMaskedLM(config))
@@ -298,8 +292,7 @@ def test_a_sharded_weight_alone_is_refused(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         weight = distribute_tensor(torch.randn(23, 8), mesh, [Shard(0)])
-        with pytest.raises(TypeError, match="weight must be whole in this process, got a DTensor"):
-            Head(weight)
+        raises("weight must be whole in this process, got a DTensor", Head, weight, error=TypeError)
     finally:
         torch.distributed.destroy_process_group()
 

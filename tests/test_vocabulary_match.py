@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fastkd import VocabularyMatch
+from tests.support.compare import raises
 
 TEXTS = [
     "the cat is playing in the garden, and the dog is sleeping in the house",
@@ -196,17 +197,11 @@ def test_coverage_and_repr():
     assert match.coverage(ids) == pytest.approx(len(matched) / len(ids))
     assert match.coverage(match.teacher_ids[:3], "teacher") == 1
     assert dataclasses.replace(match, student_size=500).student_size == 500
-    with pytest.raises(ValueError, match="ids must have at least one token"):
-        match.coverage([])
-    with pytest.raises(ValueError, match="side"):
-        match.coverage(ids, "pupil")
-    with pytest.raises(ValueError, match="ids must be token ids 0 to"):
-        match.coverage([len(student)])
-    with pytest.raises(TypeError, match="got a str; tokenize the text"):
-        match.coverage(TEXTS[0])
-    with pytest.raises(TypeError, match="teacher_ids must be a Tensor, got list"):
-        match.to_student_ids([1])
-    with pytest.raises(ValueError, match="teacher_ids must be token ids 0 to"):
-        match.to_student_ids(torch.tensor([-1]))
+    raises("ids must have at least one token", match.coverage, [])
+    raises("side", match.coverage, ids, "pupil")
+    raises("ids must be token ids 0 to", match.coverage, [len(student)])
+    raises("got a str; tokenize the text", match.coverage, TEXTS[0], error=TypeError)
+    raises("teacher_ids must be a Tensor, got list", match.to_student_ids, [1], error=TypeError)
+    raises("teacher_ids must be token ids 0 to", match.to_student_ids, torch.tensor([-1]))
     with pytest.raises(TypeError, match="teacher_tokenizer must be a tokenizer of transformers"):
         VocabularyMatch.of(student, "gpt2")

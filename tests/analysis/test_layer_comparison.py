@@ -151,8 +151,7 @@ def test_intra_class_similarity_of_every_layer(pool):
         torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-6)
     unlabelled = {**batch, "labels": torch.full((24,), -100)}
     assert torch.equal(layer_intra_class_similarity(model, [*pieces, unlabelled], pool=pool), found)
-    with pytest.raises(ValueError, match="labelled samples"):
-        layer_intra_class_similarity(model, [padded_batch()])
+    raises("labelled samples", layer_intra_class_similarity, model, [padded_batch()])
     with pytest.raises(ValueError, match="labels must be integers"):
         layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
 
@@ -358,8 +357,7 @@ def test_errors_name_the_argument():
     raises("variance", svcca_matrix, model, [batch], variance=1.5)
     torch.nn.init.constant_(model.encoder.layer[2].output.LayerNorm.weight, float("nan"))
     raises("layer 3 of the model gave values that are not finite", svcca_matrix, model, [batch])
-    with pytest.raises(ValueError, match="layer 3 of the other model gave values"):
-        svcca_matrix(bert(), [batch], other=model)
+    raises("layer 3 of the other model gave values", svcca_matrix, bert(), [batch], other=model)
 
     with pytest.raises(ValueError, match="it reads 216 tokens where model reads 240"):
         cka_matrix(bert(), [{"input_ids": batch["input_ids"]}], other=fast(tokens=9))

@@ -192,5 +192,4 @@ def test_invalid_arguments_are_named():
     ):
         raises(message, similarity, *arguments)
     raises("variance", similarity, x, x, variance=0.0)
-    with pytest.raises(ValueError, match="at least two tokens are needed, got 0"):
-        check_moments(Factors(), ["cca"], [], "tokens")
+    raises("at least two tokens are needed, got 0", check_moments, Factors(), ["cca"], [], "tokens")

@@ -12,6 +12,7 @@ from fastkd.distill import METHODS, Distiller, IntraClassKNN, student_from_teach
 from fastkd.distill.verify import taken
 from tests.distill.models import classifier, cut, exact, ready, set_dropout, step
 from tests.distill.processes import run_ranks
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -99,8 +100,7 @@ def test_accumulation_needs_progress_and_micro_batches():
     distiller = Distiller(made.teacher, made.student, made.method)
     with pytest.warns(UserWarning, match="call distiller.set_progress"):
         next(distiller.accumulate([data_of()]))
-    with pytest.raises(ValueError, match="batches: none given"):
-        next(distiller.accumulate([]))
+    raises("batches: none given", next, distiller.accumulate([]))
 
 
 def test_a_batch_without_rows_has_no_loss(tmp_path):

@@ -198,8 +198,7 @@ def test_a_wrong_gradient_is_detected():
     distiller.student.bert.encoder.layer[0].output.dense.register_forward_hook(differs)
     check = next(begin(distiller, batch(rows=4))[1])
     assert not check.ok and check.verdict == "differs"
-    with pytest.raises(ValueError, match="fewer than two rows"):
-        verify(distiller, batch(rows=1), ranks=0)
+    raises("fewer than two rows", verify, distiller, batch(rows=1), ranks=0)
 
 
 def test_an_average_that_a_checkpoint_forgets_is_detected(monkeypatch):

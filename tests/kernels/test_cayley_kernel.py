@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from fastkd.kernels import cayley as kernels
 from tests.kernels.launches import count_launches
-from tests.support.compare import assert_accurate
+from tests.support.compare import assert_accurate, raises
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -249,8 +249,7 @@ def test_projection_state(device):
     y_half = module(x.half())
     assert y_half.dtype == torch.float16
     torch.testing.assert_close(y_half.float(), y.float(), rtol=0, atol=1e-2)
-    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-        module.double()(x)
+    raises("float64 is left to PyTorch", module.double(), x)
     assert_same(module.float()(x), y)
 
 
