@@ -2,12 +2,12 @@
 
     python -c "from tests.distill.draws import failure; print(failure(7))"
 
-A seed draws two models, a method with its options, texts, labels, how the texts are laid out in a
-batch (padded on either side, packed, cut into micro-batches), and where the teacher's outputs come
-from. By hand both models read one text after another; the terms are the public losses of the
-hidden states, attention maps and logits that transformers returns, or the paper's equation where
-no public loss has it. Loss, terms, logits, the gradients of student and method, and the number of
-items are compared in float64.
+A seed draws two models, what a user changed in them, a method with its options, texts, labels, how
+the texts are laid out in a batch (padded on either side, packed, cut into micro-batches), and where
+the teacher's outputs come from. By hand both models read one text after another; the terms are the
+public losses of the hidden states, attention maps and logits that transformers returns, or the
+paper's equation where no public loss has it. Loss, terms, logits, the gradients of student and
+method, and the number of items are compared in float64.
 """
 
 import contextlib
