@@ -6,12 +6,12 @@ labels: most docstrings come without one, and only the teacher knows more about 
 study (`fastkd.study`) with its report, and the best student to take home.
 """
 
-import dataclasses
 import json
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -32,50 +32,39 @@ from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.processes import choose_device
 from fastkd.train.saving import locked, move_directory
 
-#: Columns of the report's table that are printed.
-COLUMNS = ("", "score", "difference", "95% over seeds", "gap recovered", "seconds")
+#: Columns of the report's table that are printed beside the method's name.
+COLUMNS = ("score", "difference", "95% over seeds", "seconds")
 MOST_PROCESSES = 4
 
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Sizes of the demo's data and runs; the defaults take five minutes on two CPU cores."""
-
-    train_rows: int = 300  # of each area
-    eval_rows: int = 60
-    labelled: int = 24
-    seeds: int = 3
-    teacher_epochs: float = 1.9
-    student_steps: int = 40
-    batch_size: int = 32
-    max_length: int = 20
-    student_layers: int = 3
-
-
+#: Fields of the study that set its size; it takes five minutes on two CPU cores.
+SIZE: dict[str, Any] = {
+    # Rows of each area, to train on and held out.
+    "tasks": {"docstrings": {"docstrings": "areas", "rows": [300, 60]}},
+    "labelled": 24,
+    "seeds": 3,
+    "finetune_teacher": 1.9,
+    "steps": 40,
+    "batch_size": 32,
+    "max_length": 20,
+}
 #: With --fast.
-FAST = Size(
-    train_rows=8, eval_rows=4, labelled=8, seeds=2, teacher_epochs=0.1, student_steps=2,
-    batch_size=4, max_length=12,
-)  # fmt: skip
+FAST = {
+    "tasks": {"docstrings": {"docstrings": "areas", "rows": [8, 4]}}, "labelled": 8, "seeds": 2,
+    "finetune_teacher": 0.1, "steps": 2, "batch_size": 4, "max_length": 12,
+}  # fmt: skip
 
 
-def make_study(size: Size, settings: DemoSettings) -> Grid:
+def make_study(size: dict[str, Any], settings: DemoSettings) -> Grid:
     """The demo as a study."""
-    seed, rows = settings.seed, [size.train_rows, size.eval_rows]
     found = {
+        **size,
+        "seeds": [*range(settings.seed, settings.seed + size["seeds"])],
         "teacher": str(teacher_path()),
-        "finetune_teacher": size.teacher_epochs,
         "teacher_learning_rate": 3e-4,
-        "student_layers": size.student_layers,
-        "steps": size.student_steps,
-        "batch_size": size.batch_size,
+        "student_layers": 3,
         "learning_rate": 2e-4,
-        "max_length": size.max_length,
-        "labelled": size.labelled,
         "device": settings.device_name,
-        "seeds": [*range(seed, seed + size.seeds)],
         "methods": {name: {} for name in METHODS},
-        "tasks": {"docstrings": {"docstrings": "areas", "rows": rows}},
     }
     return grid.make(found, Path(), StudySettings(out=settings.out / "runs"))
 
@@ -85,9 +74,9 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     teacher = teacher_path()
-    size = FAST if settings.fast else Size()
+    size = dict(FAST if settings.fast else SIZE)
     if settings.steps is not None:
-        size = dataclasses.replace(size, student_steps=settings.steps)
+        size["steps"] = settings.steps
     study = make_study(size, settings)
     out, display = settings.out, RichDisplay(console)
     runs = GridRuns(study, out / "runs", display)
@@ -110,12 +99,12 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
         )
         names = sorted(set(train))
         display.say(
-            f"{len(train)} docstrings to train on, {size.labelled} of them with a label for "
-            f"the students, {len(held_out)} held out; "
+            f"{len(train)} docstrings to train on, {size['labelled']} of them with a label "
+            f"for the students, {len(held_out)} held out; "
             f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
         )
         display.say(
-            f"students: {len(study.variants)} methods, {size.seeds} seeds, {size.student_steps} "
+            f"students: {len(study.variants)} methods, {size['seeds']} seeds, {size['steps']} "
             "steps each"
         )
         cores = min(MOST_PROCESSES, os.cpu_count() or 1)
@@ -151,12 +140,11 @@ def _keep_best(best: str, runs: GridRuns, out: Path) -> float:
 
 def _show(summary: Summary, console: Console) -> None:
     """Print the report's table: the columns of accuracy, gain and time."""
-    kept = [i for i, name in enumerate(grid_report.HEADINGS) if name in COLUMNS]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table("", box=box.SIMPLE_HEAD)
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_row("teacher", f"{summary.teacher_score:.4f}")
     for row in summary.rows:
-        cells = grid_report.cells(row)
-        table.add_row(*(cells[i] for i in kept))
+        cells = dict(zip(grid_report.HEADINGS, grid_report.cells(row), strict=True))
+        table.add_row(row.variant, *(cells[name] for name in COLUMNS))
     console.print(table)
