@@ -247,3 +247,9 @@ def test_hub_mistakes(monkeypatch):
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             load(source(**options))
+    tags = datasets.List(datasets.ClassLabel(names=["O", "B-GOOD"]))
+    tagged = {"tokens": datasets.List(datasets.Value("string")), "labels": tags}
+    rows = {"tokens": [["a", "film"], ["good"]], "labels": [[0, 0], [-1]]}
+    hub(monkeypatch, {"train": rows}, datasets.Features(tagged))
+    with pytest.raises(InputError, match="split train, row 2: no label"):
+        load(source(data="some/set", task="token-classification"))

@@ -100,7 +100,7 @@ def asked(tokenizer, path, **task):
     return " ".join(tokenizer.convert_ids_to_tokens(found))
 
 
-def test_what_a_template_inserts_is_prompt(tokenizer, tmp_path):
+def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(tokenizer, tmp_path):
     """An empty <think></think> was trained as the answer; two turns were refused."""
     path = write_chats(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film")])
     text, parts = learned(tokenizer, path)
@@ -114,19 +114,13 @@ def test_what_a_template_inserts_is_prompt(tokenizer, tmp_path):
     assert prompt == text.removesuffix(" bad film [SEP]")
     (batch,) = encoded(path, TASK(), tokenizer, 64).batches(TASK().collator(tokenizer), 1)
     assert tokenizer.convert_ids_to_tokens(prompts_of(batch)[0]) == prompt.split()
-
-
-@pytest.mark.parametrize("own", ["field", "content"])
-def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
-    talk = says("a film", "good", "so", "bad")
-    for message, thought in ((talk[1], "fine"), (talk[3], "nice")):
-        if own == "field":
-            message["reasoning_content"] = thought
-        else:
-            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-    text, parts = learned(tokenizer, write_chats(tmp_path / "a.jsonl", [talk]))
-    assert "fine" not in text  # the template drops it
-    assert parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
+    for own in ("reasoning_content", "content"):  # of the data, of which earlier ones are dropped
+        talk = says("a film", "good", "so", "bad")
+        for message, thought in ((talk[1], "fine"), (talk[3], "nice")):
+            inside = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+            message[own] = inside if own == "content" else thought
+        text, parts = learned(tokenizer, write_chats(tmp_path / "a.jsonl", [talk]))
+        assert "fine" not in text and parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
 
 
 @pytest.mark.left_out(where=lambda x: x["tokenizer"] == "slow" and x["own"] != "content")

@@ -1,12 +1,11 @@
 """Tags of words: reading, scores, and every command."""
 
-import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import Encoder, read_hub
+from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.scoring import score
 from fastkd.train.tasks.token_classification import TASK
@@ -41,13 +40,3 @@ def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
     with pytest.raises(InputError, match="load it with add_prefix_space=True"):
         encode[False](rows)
     assert encode[True](rows)[0]["labels"] == [0, *[-100] * 4, 1, *[-100] * 4]
-
-
-def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
-    tags = datasets.List(datasets.ClassLabel(names=["O", "B-GOOD"]))
-    features = {"tokens": datasets.List(datasets.Value("string")), "labels": tags}
-    rows = {"tokens": [["a", "film"], ["good"]], "labels": [[0, 0], [-1]]}
-    found = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
-    with pytest.raises(InputError, match="split test, row 2: no label"):
-        read_hub("some/set", None, "test", TASK.columns, "--data", TASK)
