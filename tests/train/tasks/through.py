@@ -271,7 +271,7 @@ def through(
     said = read_json(out / "scores.json")
     for name, value in report["best"]["scores"].items():
         assert said[name] == value
-    rows_told = told(student, evals, out / "told.jsonl", **length)
+    predicted = told(student, evals, out / "told.jsonl", **length)
     report["card"] = (student / "README.md").read_text()
     learned = out / "run/teacher" if finetune else teacher
     cached = {k: x for k, x in rows.items() if k not in ("labelled", "accumulate")}
@@ -282,7 +282,7 @@ def through(
     cached.pop("batch_size")
     if zlib.crc32(task.encode()) % 3 == FIRST % 3:  # it takes as long as all else
         verified(**cached)
-    return report, rows_told
+    return report, predicted
 
 
 def told(model: Path, data: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
