@@ -213,9 +213,9 @@ def reason(error):
     return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
 
 
-def rows_of(family, methods=lambda number, head: ALL):
-    """(head, {method: None or why not}) of a family; ``methods`` of the head and its number."""
-    for number, head in enumerate(heads(family)):
+def rows_of(family, methods=lambda head: ALL):
+    """(head, {method: None or why not}) of a family's heads that have any ``methods``."""
+    for head in filter(methods, heads(family)):
         data = data_of(family, head)
         try:
             teacher = model_of(family, head).eval()
@@ -225,8 +225,8 @@ def rows_of(family, methods=lambda number, head: ALL):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            names = methods(number, head)
-            yield head, {name: verdict(teacher, student, data, name, head) for name in names}
+            found = methods(head)
+            yield head, {name: verdict(teacher, student, data, name, head) for name in found}
 
 
 def mark(why):

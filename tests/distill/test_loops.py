@@ -65,7 +65,7 @@ def test_a_replaced_model_is_an_error(name):
 
 
 def test_one_compiled_student_serves_two_methods():
-    teacher, student = pair(layers=[4])
+    teacher, student = pair("distilbert", layers=[4])
     compiled = torch.compile(student, backend="eager")
     data = batch()
     for method in (LRKD(), FCD()):
