@@ -1,14 +1,12 @@
-"""Plans: a loss call whose metadata were seen often, without its Python code.
+"""Plans: a loss call whose metadata were seen often, without its Python code; see docs/plans.md.
 
-On a GPU no value of a tensor is read, so every check and every choice of a call follows from
-metadata. Calls under `planned` are counted by their metadata, the key, and the eighth of late is
-recorded as a program (`fastkd._core.recording`). The next call runs as written and as a program
-too, and a flag on the device tells later whether both gave the same bits: from then on the program
-runs. An autograd function becomes a node of the same name: its forward pass is a part of the call's
+Calls under `planned` are counted by their metadata, the key, and the eighth of late is recorded as
+a program (`fastkd._core.recording`). The next call runs as written and as a program too, and a flag
+on the device tells later whether both gave the same bits: from then on the program runs. The first
+program that differs, or raises, switches plans off in this process, with one warning.
+
+An autograd function becomes a node of the same name: its forward pass is a part of the call's
 program, and its backward pass has one for each kind of upstream gradient, which proves itself.
-
-The first program that differs, or raises, switches plans off in this process, with one warning.
-docs/plans.md explains all of it. ``FASTKD_PLANS=0`` in the environment switches plans off.
 """
 
 import functools
@@ -16,7 +14,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 from fastkd._core import extension
 from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.operator import RECORDING
-from fastkd._core.recording import NoPlan, Number, Recording, Text, mapped, private, tensors_in
+from fastkd._core.recording import NAMES, NoPlan, Number, Recording, mapped, private, tensors_in
 
 # A record costs as much as several calls as written: the eighth call is recorded.
 NEAR = 6  # sights of a function and its first shape after which keys are computed
@@ -133,8 +130,9 @@ def _key(
         or on.runtime.launch_exit_hook.calls
     ):
         return None, tensors, ()
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    key = [torch.is_grad_enabled(), multiplies_in_float32(), torch.get_default_dtype(), autocast]
+    key = [torch.is_grad_enabled(), multiplies_in_float32(), torch.get_default_dtype()]
+    if on.autocast() and torch.is_autocast_enabled("cuda"):
+        key.append(torch.get_autocast_dtype("cuda"))
     key += (on.driver.active.get_current_device(), *of)
     try:
         _describe(values, key, tensors, numbers)
@@ -156,15 +154,20 @@ class Plan:
     proved: Callable[[tuple[float, ...]], bool] | None = None  # for which numbers
 
     def __init__(self, recording: Recording, results: Any) -> None:
-        self.name, self.constants = recording.name, list(enumerate(recording.numbers))
-        self.guards = [*dict.fromkeys(recording.guards)]
-        self.holds = _condition(self.guards)
+        self.name, self.guards = recording.name, [*recording.guards]
+        self.constants = [f"n[{i}] == {x!r}" for i, x in enumerate(recording.numbers)]
+        self.holds = self.condition([])
         try:
             self.program = recording.program(results)
-        except NoPlan:
+        except (NoPlan, KeyError):  # a tensor comes from elsewhere
             pass
         except Exception as error:
             _switch_off(self.name, f"can't be recorded: {type(error).__name__}: {error}")
+
+    def condition(self, more: list[str]) -> Callable[[tuple[float, ...]], bool]:
+        """Function that says whether the record's and more conditions on the numbers ``n`` hold."""
+        conditions = " and ".join(dict.fromkeys(self.guards + more)) or "True"
+        return cast(Any, eval(f"lambda n: {conditions}", dict(NAMES)))
 
     def ready(self, numbers: tuple[float, ...]) -> bool:
         """Whether the program is proved for these numbers. It doesn't wait for the device."""
@@ -172,14 +175,12 @@ class Plan:
         if differs:
             _switch_off(self.name, "gave other bits than the call as written")
         elif differs is not None:
-            self.differs = None
-            same = [f"n[{i}] == {x!r}" for i, x in self.constants]
-            self.proved = _condition(self.guards + same)
+            self.differs, self.proved = None, self.condition(self.constants)
         return ENABLED and self.proved is not None and self.proved(numbers)
 
     def prove(self, numbers: tuple[float, ...], tensors: Sequence[Any], right: Any) -> None:
         """Let the device compare what the program computes and saves with what is right."""
-        self.constants = [(i, x) for i, x in self.constants if numbers[i] == x]
+        self.constants = [x for x in self.constants if self.condition([x])(numbers)]
         try:
             # Of saved-tensor hooks the innermost are called, not a user's.
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
@@ -188,11 +189,6 @@ class Plan:
             self.program = None
         except Exception as error:
             _switch_off(self.name, f"raised {type(error).__name__}: {error}")
-
-
-def _condition(texts: list[str]) -> Callable[[tuple[float, ...]], bool]:
-    """Function of the numbers ``n`` that says whether all conditions hold."""
-    return eval(f"lambda n: {' and '.join(texts) or True}", {"inf": float("inf")})  # type: ignore
 
 
 @torch.no_grad()
@@ -219,68 +215,9 @@ def _copy(x: Tensor | None) -> Tensor | None:
     return y if x is None or y is None or y.stride() == x.stride() else x  # else of an input
 
 
-class _Context(SimpleNamespace):
-    """Context of a forward pass that is recorded."""
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        self.constant = tensors
-
-
-class Record(Recording):
-    """`Recording` with autograd functions as nodes."""
-
-    def apply(self, function: type[torch.autograd.Function], options: Any, tensors: Any) -> Any:
-        """``function.apply``; see `fastkd._core.numerics.apply`. Its forward pass is recorded.
-
-        A node, here and in the program, gets what that pass computes and saves.
-        """
-        learns = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
-        if isinstance(options, Tensor):
-            self.fail(NoPlan("an autograd function without options"))
-        if self.problem is not None or not (torch.is_grad_enabled() and any(learns)):
-            return function.apply(options, *tensors)
-        context = _Context(needs_input_grad=(False, *learns))
-        with torch.no_grad():
-            result = function.forward(context, options, *tensors)
-        attributes = vars(context)
-        saved, constant = attributes.pop("saved_tensors", ()), attributes.pop("constant", ())
-        apply, backward = _node(function), _backward_of(function, self.name, attributes)
-        found = apply((backward, self.numbers, result, saved, constant), *tensors)
-        try:
-            if any(tensors_in(attributes)):
-                raise NoPlan("a context holds a tensor")
-            parts = [self.constant(backward), "n", self.text(result), self.save(saved)]
-            given = Text(f"({', '.join([*parts, self.text(constant)])})")
-            self.call(apply, (given, *tensors), {}, list(tensors_in((tensors, result))), found)
-        except Exception as error:
-            self.fail(error)
-        return found
-
-
-@functools.cache
-def _node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``apply`` of a function of this name, whose forward pass was computed before it."""
-    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    node: Any = type(function.__name__, (torch.autograd.Function,), methods)
-    # Without the part of ``apply`` that is for vmap and the like.
-    parent: Any = super(torch.autograd.Function, node)
-    return cast(Callable[..., Any], parent.apply)
-
-
-def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
-    ctx.backward, ctx.numbers, result, saved, constant = given
-    ctx.save_for_backward(*saved)
-    if constant:
-        ctx.mark_non_differentiable(*constant)
-    return result
-
-
 def _backward(ctx: Any, *grads: Any) -> Any:
-    function, numbers = ctx.backward, ctx.numbers
-    if torch.compiler.is_compiling():  # compiled autograd
+    function, numbers = ctx.gradients, ctx.numbers
+    if torch.compiler.is_compiling():
         return function(ctx, numbers, None, grads)
     saved, key = ctx.saved_tensors, None
     if ENABLED and not torch.is_grad_enabled():
@@ -290,26 +227,6 @@ def _backward(ctx: Any, *grads: Any) -> Any:
             keeps = torch._C._autograd._get_current_graph_task_keep_graph()
             key, *_ = _key((function, ctx.needs_input_grad, keeps, *layouts), grads)
     return _call(function, (ctx, numbers, saved, grads), {}, key, (*saved, *grads), numbers)
-
-
-def _backward_of(
-    function: type[torch.autograd.Function], name: str, attributes: dict[str, Any]
-) -> Callable[..., Any]:
-    """Backward pass of a function whose context has these attributes."""
-
-    def backward(ctx: Any, numbers: tuple[float, ...], saved: Any, grads: Any) -> Any:
-        def computed(x: float) -> float:
-            found: float = eval(x.text, {"n": numbers}) if type(x) is Number else x
-            return found
-
-        if not torch.compiler.is_compiling():
-            ctx = SimpleNamespace(needs_input_grad=ctx.needs_input_grad, saved_tensors=saved)
-        for attribute, x in mapped(attributes, computed).items():
-            setattr(ctx, attribute, x)
-        return function.backward(ctx, *grads)
-
-    backward.__name__ = name
-    return backward
 
 
 _plans: dict[tuple[Any, ...], list[Plan]] = {}
@@ -401,12 +318,17 @@ def _call(
         due &= not torch.is_inference_mode_enabled()  # it shows no change of a tensor
     if not due:
         return function(*args, **kwargs)
-    recording = Record(function.__name__, tensors, numbers)
-    args, kwargs = recording.with_parameters((args, kwargs))
+    recording = Recording(function.__name__, tensors, numbers, _backward)
+    texts = (f"n[{i}]" for i in range(len(numbers)))
+    args, kwargs = mapped((args, kwargs), lambda x: Number(x, next(texts), recording.guards))
     if near is None and known is not None:
         tensors = [_copy(x) for x in tensors]
-    with recording:
-        result = function(*args, **kwargs)
+    RECORDING.active = recording
+    try:
+        with recording:
+            result = function(*args, **kwargs)
+    finally:
+        RECORDING.active = None
     if known is None:
         _plans.setdefault(cast(Any, key), plans).append(Plan(recording, result))
     elif recording.problem is None:

@@ -10,6 +10,7 @@ is never made. `fastkd._core.plans` decides what is recorded, and proves each pr
 import copy
 import functools
 import itertools
+import math
 import pkgutil
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from fastkd._core.operator import RECORDING
 
 # What only makes room.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -34,6 +33,7 @@ PRIVATE = {
     "modes": "torch.overrides:_get_current_function_mode_stack",
     "device_mode": "torch.utils._device:DeviceContext",
     "functorch": "torch._C._functorch:peek_interpreter_stack",
+    "autocast": "torch._C:_is_any_autocast_enabled",
     "cpu": "torch._C._dynamo.guards:_empty_strided_cpu",
     "cuda": "torch._C._dynamo.guards:_empty_strided_cuda",
     "driver": "triton.runtime:driver",
@@ -63,6 +63,10 @@ class Text(str):
     """An argument that a program computes."""
 
 
+# Of texts: the literals of these numbers are names.
+NAMES = {"inf": math.inf, "nan": math.nan}
+
+
 class Number(float):
     """A number of a call that is a parameter of its program, or a number computed from it.
 
@@ -84,13 +88,14 @@ def _noted(name: str) -> Callable[..., Any]:
 
     def method(x: Number, *others: Any) -> Any:
         result = plain(x, *others)
-        text = f"{x.text}.{name}({', '.join(map(_text, others))})"
+        texts = [y.text if type(y) is Number else repr(y) for y in others]
+        text = f"{x.text}.{name}({', '.join(texts)})"
         if type(result) is float and name != "__float__":
             return Number(result, text, x.guards)
         if type(result) is bool:
             x.guards.append(f"{text} is {result}")
         elif result is not NotImplemented:  # nothing but a float can be followed
-            x.guards.append(f"{x.text} == {_text(float.__pos__(x))}")
+            x.guards.append(f"{x.text} == {float.__pos__(x)!r}")
         return result
 
     return method
@@ -100,13 +105,6 @@ for _name, _plain in vars(float).items():
     is_method = isinstance(_plain, (types.WrapperDescriptorType, types.MethodDescriptorType))
     if is_method and _name not in ("__repr__", "__getattribute__"):
         setattr(Number, _name, _noted(_name))
-
-
-def _text(x: Any) -> str:
-    """Python code for an operand. The literal of inf or nan would be a name."""
-    if type(x) is Number:
-        return x.text
-    return f"float({str(x)!r})" if type(x) is float and x - x != 0 else repr(x)
 
 
 def mapped(x: Any, change: Callable[[Any], Any], of: type = float) -> Any:
@@ -132,7 +130,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     lines: list[str]
     used: list[int]  # tensors, by their number
     made: list[int]
@@ -142,38 +140,29 @@ class _Step(NamedTuple):
 class Recording(TorchFunctionMode):
     """Context in which operations, launches and autograd functions become a program's steps."""
 
-    def __init__(self, name: str, inputs: Sequence[Any], numbers: tuple[float, ...]) -> None:
+    def __init__(
+        self, name: str, inputs: Sequence[Any], numbers: tuple[float, ...], backward: Any
+    ) -> None:
         super().__init__()
+        self.backward = backward  # of nodes
         self.name, self.numbers, self.guards = name, numbers, list[str]()
         self.count = itertools.count()
         # Of the tensors that are alive: number, number of the base, bytes from its address.
+        # A tensor that comes from elsewhere is missing there.
         self.places: Any = WeakTensorKeyDictionary()
         self.read: set[int] = set()  # whose address a line has
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.saved: list[Any] = []  # for backward passes
         self.problem: Exception | None = None
         self.driver = vars(private())["driver"]
         self.device = self.driver.active.get_current_device()
-        self.constants: dict[str, Any] = {"driver": self.driver}
+        self.constants = NAMES | {"driver": self.driver}
         self.modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
         self.inputs = [self.add(x) for x in inputs]
-
-    def __enter__(self) -> "Recording":
-        self.outer, RECORDING.active = getattr(RECORDING, "active", None), self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        RECORDING.active = self.outer
-        super().__exit__(*error)
 
     def fail(self, error: Exception) -> None:
         """Note why there is no program. The call itself goes on."""
         self.problem = self.problem or error
-
-    def with_parameters(self, x: Any) -> Any:
-        """``x`` with its floats as parameters."""
-        places = itertools.count()
-        return mapped(x, lambda x: Number(x, f"n[{next(places)}]", self.guards))
 
     def add(self, x: Tensor | None, given: Sequence[Tensor] = ()) -> int:
         """Number of a new tensor, which may be a view of one of ``given``.
@@ -186,23 +175,18 @@ class Recording(TorchFunctionMode):
             memory = x.untyped_storage().data_ptr()
             for other in given:
                 if memory and memory == other.untyped_storage().data_ptr():
-                    _, base, offset = self.place(other)
+                    _, base, offset = self.places[other]
                     offset += x.data_ptr() - other.data_ptr()
             self.places[x] = number, base, offset
         return number
 
-    def place(self, x: Tensor) -> tuple[int, int, int]:
-        if x not in self.places:
-            raise NoPlan("a tensor comes from elsewhere")
-        return cast(tuple[int, int, int], self.places[x])
-
     def numbers_of(self, x: Any) -> list[int]:
-        return [self.place(tensor)[0] for tensor in tensors_in(x)]
+        return [self.places[tensor][0] for tensor in tensors_in(x)]
 
     def text(self, x: Any) -> str:
         """An expression for ``x``."""
         if isinstance(x, Tensor):
-            return f"t{self.place(x)[0]}"
+            return f"t{self.places[x][0]}"
         if isinstance(x, (tuple, list)):
             items = "".join(f"{self.text(item)}, " for item in x)
             return f"({items})" if isinstance(x, tuple) else f"[{items}]"
@@ -261,14 +245,41 @@ class Recording(TorchFunctionMode):
         found = result if several else [result]
         names = [self.text(x) if isinstance(x, Tensor) else "_" for x in found]
         line = f"{', '.join(names)}{',' * several} = {self.constant(func)}({', '.join(texts)})"
-        self.steps.append(_Step([line], self.numbers_of(given), made, droppable))
+        self.steps.append(Step([line], self.numbers_of(given), made, droppable))
 
-    def save(self, tensors: Sequence[Tensor | None]) -> str:
-        """Name of what a program saves for a backward pass."""
-        name, line = f"s{len(self.saved)}", f" = {self.text(tuple(tensors))}"
-        self.steps.append(_Step([name + line], self.numbers_of(tensors), []))
-        self.saved.append(tensors)
-        return name
+    def apply(self, function: type[torch.autograd.Function], options: Any, tensors: Any) -> Any:
+        """``function.apply``; see `fastkd._core.numerics.apply`. Its forward pass is recorded.
+
+        A node, here and in the program, gets what that pass computes and saves.
+        """
+        learns = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
+        if isinstance(options, Tensor):
+            self.fail(NoPlan("an autograd function without options"))
+        if self.problem is not None or not (torch.is_grad_enabled() and any(learns)):
+            return function.apply(options, *tensors)
+        saved, constant = list[Any](), list[Any]()
+        context = SimpleNamespace(needs_input_grad=(False, *learns))
+        context.save_for_backward = lambda *tensors: saved.extend(tensors)
+        context.mark_non_differentiable = lambda *tensors: constant.extend(tensors)
+        own = {*vars(context)}
+        with torch.no_grad():
+            result = function.forward(context, options, *tensors)
+        attributes = {name: x for name, x in vars(context).items() if name not in own}
+        gradients = functools.partial(_gradients, function, attributes)
+        vars(gradients)["__name__"], apply = self.name, _node(function, self.backward)
+        found = apply((gradients, self.numbers, result, saved, constant), *tensors)
+        try:
+            if any(tensors_in(attributes)):
+                raise NoPlan("a context holds a tensor")
+            place = f"s{len(self.saved)}"
+            self.steps.append(Step([f"{place} = {self.text(saved)}"], self.numbers_of(saved), []))
+            self.saved.append(saved)
+            parts = [self.constant(gradients), "n", self.text(result), place, self.text(constant)]
+            given = Text(f"({', '.join(parts)})")
+            self.call(apply, (given, *tensors), {}, list(tensors_in((tensors, result))), found)
+        except Exception as error:
+            self.fail(error)
+        return found
 
     def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
         """Launch a kernel, and add a step; see `fastkd._core.operator.launch_kernel`."""
@@ -280,20 +291,29 @@ class Recording(TorchFunctionMode):
             names = {name: x for name, x in options.items() if name in kernel.signature.parameters}
             bound = kernel.signature.bind(*args, **names)
             bound.apply_defaults()
-            step = _Step([], [], [])
+            step = Step([], [], [])
             given = mapped([*bound.arguments.values()], lambda x: self.address(step, x), Tensor)
-            self.constant(compiled)  # some versions of Triton unload a kernel that is collected
-            texts = [Text(self.text(x)) for x in given]
-            run, around = _launcher(compiled, (*grid, 1, 1)[:3], texts)
-            texts = [Text(self.constant(x) if type(x) is list else self.text(x)) for x in around]
+            run, hooks = compiled.run, [None, None, None]
+            around = [*[*grid, 1, 1][:3], Text("stream"), compiled.function]
+            around += [compiled.packed_metadata, *hooks, *(Text(self.text(x)) for x in given)]
+            scratch = (getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+            if callable(getattr(run, "launch", None)) and not any(scratch):
+                # Triton's launcher passes arguments on to a function in C, in an order that depends
+                # on the version: a call with a substitute for that function shows it.
+                (probe, got), run = (copy.copy(run), list[Any]()), run.launch
+                probe.launch = lambda *given: got.extend(given)
+                probe(*around)
+                around = got
+            texts = [self.constant(x) if type(x) is list else self.text(x) for x in around]
             step.lines.append(f"{self.constant(run)}({', '.join(texts)})")
             self.steps.append(step)
+            self.constant(compiled)  # some versions of Triton unload a kernel that is collected
         except Exception as error:
             self.fail(error)
 
-    def address(self, step: _Step, x: Tensor) -> Text:
+    def address(self, step: Step, x: Tensor) -> Text:
         """An expression for the address of ``x``, which ``step`` reads if no step before did."""
-        _, base, offset = self.place(x)
+        _, base, offset = self.places[x]
         if base not in self.read:
             step.lines.append(f"p{base} = t{base}.data_ptr()")
         self.read.add(base)
@@ -325,19 +345,32 @@ class Recording(TorchFunctionMode):
         return cast(Callable[..., Any], self.constants["call"])
 
 
-def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[Text]) -> Any:
-    """Triton's launcher, and its arguments around those of the kernel.
+@functools.cache
+def _node(function: type[torch.autograd.Function], backward: Any) -> Callable[..., Any]:
+    """``apply`` of a function of this name, whose forward pass was computed before it."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(backward)}
+    node: Any = type(function.__name__, (torch.autograd.Function,), methods)
+    # Without the part of ``apply`` that is for vmap and the like.
+    parent: Any = super(torch.autograd.Function, node)
+    return cast(Callable[..., Any], parent.apply)
 
-    The launcher's class passes its arguments on to a function in C. They differ between versions of
-    Triton, so a call with a substitute for that function records them.
-    """
-    run, got = compiled.run, []
-    around = [*grid, Text("stream"), compiled.function, compiled.packed_metadata]
-    around += [None, None, None, *arguments]  # no hooks
-    scratch = (getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
-    if not callable(getattr(run, "launch", None)) or any(scratch):
-        return run, around
-    probe = copy.copy(run)
-    probe.launch = lambda *given: got.extend(given)
-    probe(*around)
-    return run.launch, got
+
+def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
+    ctx.gradients, ctx.numbers, result, saved, constant = given
+    ctx.save_for_backward(*saved)
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    return result
+
+
+def _gradients(
+    function: Any, attributes: Any, ctx: Any, numbers: tuple[float, ...], saved: Any, grads: Any
+) -> Any:
+    """Backward pass, as written, of a function whose context got these attributes."""
+    if not torch.compiler.is_compiling():  # compiled autograd knows no other context
+        ctx = SimpleNamespace(needs_input_grad=ctx.needs_input_grad, saved_tensors=saved)
+    at = NAMES | {"n": numbers}
+    attributes = mapped(attributes, lambda x: eval(x.text, at) if type(x) is Number else x)
+    for name, x in attributes.items():
+        setattr(ctx, name, x)
+    return function.backward(ctx, *grads)

@@ -62,7 +62,7 @@ COMPILE = JITFunction._do_compile
 
 def _plans() -> list[plans.Plan]:
     """Plans of forward passes."""
-    return [x for key, found in plans._plans.items() for x in found if "backward" not in str(key)]
+    return [x for key, found in plans._plans.items() for x in found if "_gradients" not in str(key)]
 
 
 def _hits() -> int:
@@ -578,7 +578,7 @@ FAULTS = {
     "a wrong stride": (r"\((\d+), (\d+), 1, \), c", lambda m: f"({m[1]}, 1, {m[2]}), c"),
     "an alias": (r"(stream, .*)\bp[2-9]\b", lambda m: f"{m[1]}p1"),
     "a constant that isn't one": (r"(p\d+, )(\d+)\b", lambda m: f"{m[1]}{int(m[2]) + 1}"),
-    "another saved tensor": (r"(s0 = \()t\d+", lambda m: f"{m[1]}t0"),
+    "another saved tensor": (r"(s0 = \[)t\d+", lambda m: f"{m[1]}t0"),
     "a name that is gone": (r"get_current_stream", lambda m: "get_stream"),
 }
 
@@ -592,7 +592,7 @@ def check_a_wrong_program_is_never_used(device: FakeGPU) -> None:
         words = "raised AttributeError" if "gone" in name else "gave other bits"
         with _planted(pattern, change), _switched_off(words):
             assert equal(device, subject, *[inputs] * (TO_PLAN + 2)), name
-    gone = mock.patch.object(plans.Recording, "place", side_effect=AttributeError("gone"))
+    gone = mock.patch.object(plans.Recording, "text", side_effect=AttributeError("gone"))
     with gone, _switched_off("can't be recorded: AttributeError"):
         _loss(*_pair(), TO_PLAN)
 
