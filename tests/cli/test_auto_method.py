@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from fastkd.study import grid
 from fastkd.study.grid import StudySettings
 from fastkd.train import models, tasks
@@ -14,7 +12,7 @@ from fastkd.train.saving import read_json
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.support.runs import made, press_ctrl_c, report_of, stop_at
-from tests.support.tiny import run, usual
+from tests.support.tiny import usual
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -76,12 +74,6 @@ def test_a_run_records_its_method_and_keeps_it(distill, tiny, tmp_path, monkeypa
     why = f"--task classification: another reason ({models.PAGE})"
     found, _ = made(**usual(tiny, tmp_path))
     assert f"method fcd (--method auto): {why}" in found.display.lines
-
-
-@pytest.mark.parametrize("flags", [{"preset": "paper"}, {"set": "alpha=1"}])
-def test_what_belongs_to_one_method_needs_its_name(tmp_path, flags):
-    error = run("verify", teacher=tmp_path, task="sst2", **flags, expect=2)
-    assert f"--{next(iter(flags))} needs --method NAME" in error
 
 
 def test_auto_is_a_method_of_a_study(tmp_path):

@@ -83,6 +83,8 @@ BAD = [
     ({"teacher_learning_rate": 1e-3}, "needs --finetune-teacher"),
     ({"train": None, "eval": None}, "--task .*--train"),
     ({"task": "sts-b"}, "--task .*did you mean 'stsb'"),
+    ({"preset": "paper"}, "--preset needs --method NAME"),
+    ({"set": "alpha=1"}, "--set needs --method NAME"),
     ({"set": "alhpa=1", "method": "mc3kd"}, "--set alhpa.*did you mean 'alpha'"),
     ({"teacher": "./nowhere"}, "--teacher ./nowhere.*no such directory"),
     ({"teacher": "runs/nope"}, r"runs/nope: no such directory, and the hub doesn't give it \("),
