@@ -2,11 +2,14 @@
 
 import csv
 import dataclasses
+import functools
 import json
+import pickle
 import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import BertConfig, BertForMaskedLM
@@ -17,7 +20,6 @@ from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.options import read_options_file
-from tests.distill.processes import CONTEXT
 from tests.support.draw import FIRST
 from tests.support.runs import once, stop_at, terminate
 from tests.support.tiny import make_teacher, run, sentences
@@ -139,10 +141,20 @@ def test_a_grid_equals_the_same_runs_by_hand(finished, done, tmp_path):
     assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 6
 
 
-def test_two_processes_and_a_stop_give_the_same_runs(finished, done, tmp_path, monkeypatch):
-    """Forked workers import less than spawned ones and get the same arguments."""
+class AtOnce:
+    """A process whose work is done here, when it starts."""
+
+    exitcode, is_alive = 0, staticmethod(bool)
+
+    def __init__(self, target, args, daemon):
+        self.start = functools.partial(target, *pickle.loads(pickle.dumps(args)))
+
+
+def test_workers_and_a_stop_give_the_same_runs(finished, done, tmp_path, monkeypatch):
+    """Real processes share the runs of a study in tests/cli/test_processes.py."""
     with monkeypatch.context() as patch:
-        patch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
+        context = {"spawn": SimpleNamespace(Process=AtOnce)}
+        patch.setattr(grid_runs.multiprocessing, "get_context", context.__getitem__)
         few = dataclasses.replace(done.grid, cells=done.grid.cells[:2])
         both = GridRuns(few, tmp_path / "both")
         assert both.train(2)

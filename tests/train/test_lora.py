@@ -59,11 +59,8 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     made: dict = {}
     exec(code, made)
     torch.testing.assert_close(made["model"].eval()(IDS).logits, both(IDS).logits)
-    run("evaluate", model=student, data=chat["eval"], out=tmp_path / "scores.json", device="cpu")
     report = report_of(tmp_path / "out")
     assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
-    said = read_json(tmp_path / "scores.json")["perplexity"]
-    assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
     del plain["out"], plain["batch_size"]
     verified(**plain, lora=chat["lora"])
 
