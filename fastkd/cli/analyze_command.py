@@ -24,7 +24,6 @@ from fastkd.analysis.layer_comparison import (
 )
 from fastkd.analysis.pictures import (
     plot_layer_panels,
-    plot_layer_similarity,
     plot_sentence,
     relation_agreement,
 )
@@ -256,7 +255,7 @@ def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
         for a, b, values in panels:
             for i, row in enumerate(values):
                 rows += ((measure, a, i, b, j, value) for j, value in enumerate(row))
-        _draw(out / f"{measure}.png", measure, panels, report)
+        _draw(out / f"{measure}.png", measure, panels)
     write_file(out / "layers.csv", csv_text(dict(zip(heads, row, strict=True)) for row in rows))
 
 
@@ -271,19 +270,15 @@ def _panels(
             yield "model", name, report[name]["to_model"][measure]
 
 
-def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> None:
+def _draw(path: Path, measure: str, panels: list) -> None:
     title = TITLES.get(measure, "unbiased CKA")
-    if len(panels) == 1:
-        values = torch.tensor(panels[0][2])
-        plot_layer_similarity(values, path, title=f"{title} {report['model']}".strip())
-        return
     # Each model alone, and comparisons with the first model, in a second row if several.
     rows: tuple[list, list] = [], []
     for a, b, values in panels:
         heading = MODEL_NAMES[a] if a == b else f"{MODEL_NAMES[b]} against the {MODEL_NAMES[a]}"
         names = (f"layer of the {MODEL_NAMES[a]}", f"layer of the {MODEL_NAMES[b]}")
         rows[a != b].append((heading, names, torch.tensor(values)))
-    one = len(rows[1]) == 1
+    one = len(rows[1]) < 2
     plot_layer_panels([rows[0] + rows[1]] if one else rows, path, title=title)
 
 

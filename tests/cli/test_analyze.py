@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Drawing takes longer than all else of a command on few rows."""
-    for name in ("plot_layer_panels", "plot_layer_similarity", "plot_sentence"):
+    for name in ("plot_layer_panels", "plot_sentence"):
         monkeypatch.setattr(report, name, lambda *args, **options: None)
 
 
