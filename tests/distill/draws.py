@@ -166,22 +166,23 @@ class Step:
         alike = self.name in ("pkd", "distilbert", "own")
         width = 8 if self.family in CUT and not alike and self.chance(0.25) else 16
         eager = self.name in ("attention", "own")
-        self.student = copy.deepcopy(student_of(self.family, self.head, self.problem, eager, width))
+        given = self.head, self.problem == "numbers", eager
+        self.student = copy.deepcopy(student_of(self.family, *given, width))
         other = OTHERS.get(self.family)
         alike = self.name in ("own", "minilm")
         if other is None or alike or self.head == "choices" or not self.chance(0.2):
             other = self.family
         self.sides = self.family in READ_LAST, other in READ_LAST
+        self.alike = other == self.family
         words = self.head in ("masked words", "next word") and other in ("bert", "gpt2", "llama")
         self.wide = words and self.name != "gold" and self.chance(0.25)
         words &= self.name not in ("gold", "several")
         self.shared = 50 if words and self.chance(0.3) else V  # tokens of both tokenizers
         self.apart = self.name == "several" and self.chance(0.5)  # a teacher of each method
-        self.given = other, self.head, self.problem, eager
-        self.teachers = [teacher_of(*self.given, wide=self.wide)]
+        self.teachers = [teacher_of(other, *given, wide=self.wide)]
         narrow = self.name == "soft_targets" and other in CUT and self.chance(0.5)
         if self.apart or self.chance(0.4 if self.name == "soft_targets" else 0.15):
-            self.teachers.append(teacher_of(*self.given, 1, self.wide, narrow))
+            self.teachers.append(teacher_of(other, *given, 1, self.wide, narrow))
         # Whose configuration says that labels are decisions; their type does, too.
         inferred = self.problem == "decisions"
         self.typed = self.pick("both", "teacher", "teacher", "none") if inferred else "both"
@@ -208,7 +209,7 @@ class Step:
             forms += ["halved output", "halved layer", "halved class"]
         forms += ["adapters"] * (self.family in LORA)
         same = len(self.teachers) == 1 and not (self.stored or self.wide) and self.shared == V
-        same &= self.typed == "both" and self.given[0] == self.family and self.name in LAST
+        same &= self.typed == "both" and self.alike and self.name in LAST
         if same:
             forms += ["average"] + ["adapters of the teacher"] * (self.family in LORA)
         self.form = self.pick(*forms)
@@ -1282,14 +1283,14 @@ PAIRS += 4 * [
 
 @functools.cache
 def teacher_of(
-    family: str, head: str, problem: Any, eager: bool, number: int = 0, wide: bool = False,
+    family: str, head: str, numbers: bool, eager: bool, number: int = 0, wide: bool = False,
     narrow: bool = False,
 ) -> Any:  # fmt: skip
     """Three layers of width 16, in float64; ``wide``: four more entries in its vocabulary."""
     model = model_of(family, head)
     torch.manual_seed(10 + number)
-    if problem is not None:
-        model.config.num_labels = 1 if problem == "numbers" else 3
+    if numbers:
+        model.config.num_labels = 1
         model = type(model)(model.config)
     if narrow:
         model = student_from_teacher(model, config={"hidden_size": 8})
@@ -1303,10 +1304,10 @@ def teacher_of(
 
 
 @functools.cache
-def student_of(family: str, head: str, problem: Any, eager: bool, width: int) -> Any:
+def student_of(family: str, head: str, numbers: bool, eager: bool, width: int) -> Any:
     """Layers 1 and 3 of the family's teacher, with noise, and without dropout."""
     options = {} if width == 16 else {"config": {"hidden_size": width}}
-    model = student_from_teacher(teacher_of(family, head, problem, eager), [1, 3], **options)
+    model = student_from_teacher(teacher_of(family, head, numbers, eager), [1, 3], **options)
     torch.manual_seed(20)
     with torch.no_grad():
         for p in model.parameters():

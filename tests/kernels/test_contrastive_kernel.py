@@ -31,6 +31,15 @@ def test_block_edges(shape):
     check(student.bfloat16(), teacher.bfloat16(), weights=torch.randn(shape[:2]), **options)
 
 
+def test_many_negatives_are_added_in_two_passes(monkeypatch):
+    monkeypatch.setattr("fastkd.kernels.contrastive.ROWS_PER_SUM", 16)
+    student, teacher = torch.randn(2, 37, 1, 8)
+    bank = {"negatives": torch.randn(50, 1, 8), "negatives_mask": torch.rand(50, 1) > 0.3}
+    labels = {"labels": torch.arange(37) % 5, "negatives_labels": torch.arange(50) % 7}
+    for options in ({}, bank, bank | labels, {"negatives": torch.randn(37, 20, 1, 8)}):
+        check(student, teacher, **options)
+
+
 @pytest.mark.parametrize(("layers", "batch"), [(2, 4), (2, 17), (1, 33)])
 def test_launches(layers, batch):
     students = [torch.randn(batch, 3, 8, requires_grad=True) for _ in range(layers)]

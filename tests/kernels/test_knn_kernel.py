@@ -124,6 +124,17 @@ def test_few_rows_start_no_sort(form, rows):
         assert launches.of_triton() == names
 
 
+@in_form(split={"FEATURES_TO_SPLIT": 1000})
+def test_features_split_among_programs(form):
+    student, teacher, *labels = batch(9, 33, 2500, 2, dtype=torch.float32, mean=0.5)
+    check("triton", student, teacher, *labels, k=3)
+    student[2, 2300], teacher[4, 10] = torch.nan, torch.inf
+    losses = knn_feature_loss(student, teacher, *labels, reduction="none", backend="triton")
+    lost = labels[0] == labels[1][4]
+    lost[2] = True
+    assert torch.equal(losses.isnan(), lost)
+
+
 @in_form(sorted=LARGE_TILES | SORTED, unsorted=LARGE_TILES)
 def test_neighbours_of_one_bucket(form):
     """A bucket stores its first row only; the other neighbours are found among its rows."""
