@@ -211,7 +211,7 @@ class Step:
         same = len(self.teachers) == 1 and not (self.stored or self.wide) and self.shared == V
         same &= self.typed == "both" and self.alike and self.name in LAST
         if same:
-            forms += ["average"] + ["adapters of the teacher"] * (self.family in LORA)
+            forms += ["average"] + 3 * ["adapters of the teacher"] * (self.family in LORA)
         self.form = self.pick(*forms)
         if self.form in ("float32 teachers", "halved output", "halved layer", "halved class"):
             self.teachers = [copy.deepcopy(x) for x in self.teachers]
@@ -292,7 +292,7 @@ class Step:
         plain &= self.family != "deberta_v2"  # whose masked tokens read padding
         self.holes = plain and self.layout not in PACKED and self.chance(0.2)
         self.nothing = self.chance(0.1)  # no token has a label
-        self.integers = self.chance(0.3)  # as labels of a regression
+        self.integers = self.chance(0.5)  # as labels of a regression
         self.texts = [self.text(n, causal) for n in lengths]
         if head == "none" and self.hand.needs_labels:
             for text in self.texts:

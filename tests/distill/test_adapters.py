@@ -8,6 +8,7 @@ import transformers as t
 
 from fastkd.distill import FCD, LRKD, MC3KD, Distiller, Several, SoftTargets
 from tests.distill.models import batch, classifier, gradients_of, model, step
+from tests.distill.support import data_of
 from tests.support.compare import raises
 
 peft = pytest.importorskip("peft")
@@ -113,6 +114,14 @@ def test_parameters_and_state_belong_to_the_student():
     raises("teacher is the student's base", distiller.cache_teacher, [batch()], "unused")
     words = r"shares parameters.*pass the base of a PEFT student"
     raises(words, Distiller, student, student, FCD())
+
+
+def test_no_logits_of_all_tokens_are_computed():
+    base, rows = model(t.LlamaForCausalLM, "llama"), []
+    base.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    student = adapted(base, None, target_modules=["q_proj"])
+    Distiller(base, student, SoftTargets())(**data_of("llama", "next word"))
+    assert rows == [1, 1]
 
 
 def test_layers_are_chosen_from_the_base():

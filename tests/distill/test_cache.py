@@ -25,7 +25,7 @@ from fastkd.distill import (
 )
 from fastkd.distill.cache import sample_keys
 from fastkd.models.batch import MixedDocuments
-from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
+from tests.distill.models import BERT, batch, classifier, model, pair, recipe, split, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import decoders, documents, packed, padded
@@ -155,6 +155,18 @@ def test_keys_take_the_arguments_of_forward(how):
     for given in (torch.arange(10)[None], torch.arange(10).expand(6, 10)):
         placed = {**data, "position_ids": given}
         assert distiller.sample_keys(placed) == distiller.sample_keys(data)
+
+
+def test_keys_of_rows_that_stay_padded_left():
+    """Also with a masked token between real ones."""
+    distiller, data = Distiller(*pair("xlnet"), SoftTargets()), batch(left=True)
+    data["attention_mask"][:, 5] = 0
+    rows = [{name: x[None] for name, x in row.items()} for row in split(data)]
+    for row in rows:
+        first = int(row["attention_mask"].argmax())
+        row |= {name: row[name][:, first:] for name in ("input_ids", "attention_mask")}
+    alone = [key for row in rows for key in distiller.sample_keys(row)]
+    assert alone == distiller.sample_keys(data)
 
 
 def test_an_interrupted_cache_is_completed(tmp_path):
