@@ -215,9 +215,9 @@ class Recording(TorchFunctionMode):
                     if getattr(func, "__name__", "") in ALLOCATIONS:
                         # As compiled graphs allocate: on the current device, in half the time.
                         func, given = vars(private())[result.device.type], []
-                        args = tuple(result.shape), result.stride(), result.dtype
-                        kwargs = {}
-                    func = self.in_these_modes(func, given)
+                        args, kwargs = (tuple(result.shape), result.stride(), result.dtype), {}
+                    else:
+                        func = self.in_these_modes(func, given)
                     self.call(func, args, kwargs, given, result, not changed)
             except Exception as error:
                 self.fail(error)
