@@ -309,8 +309,8 @@ def compare_calls(device: FakeGPU, every: int) -> tuple[int, list[str]]:
         alike = second is not None and (first.shape, first.dtype) == (second.shape, second.dtype)
         shared = first.detach() if alike else second
         of_one = mapped(inputs, lambda x, a=second, b=shared: b if x is a else x, Tensor)
-        other = [inputs, mapped(inputs, _moved, Tensor), of_one][count % 3]
         count += 1
+        other = [inputs, mapped(inputs, _moved, Tensor), of_one][count % 3]
         # New, recorded, proved, repeated (the backward pass proved), repeated at other addresses.
         same = equal(device, run, *[inputs] * TO_PLAN, _made(call), inputs) and _hits()
         with torch.set_grad_enabled(count % 3 != 0):
