@@ -13,8 +13,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_device")
 TRITON_FUNCTION = "cos_nce_loss"
 
 
-# Compiled, the kernels are one operator in a graph.
-@pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
+@pytest.mark.thorough
 def test_compiles_with_one_tensor_as_several_arguments(backend, device):
     student, teacher = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 3, 8)
     module = CosNCELoss(8, 8, backend=backend).to(device)

@@ -70,8 +70,7 @@ def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, members, 
     assert error.norm() <= 2 * (moved - exact).norm() + 1e-4
 
 
-# Compiled, the kernels are one operator in a graph.
-@pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
+@pytest.mark.thorough
 def test_layer_passed_twice_compiles(backend, device):
     """Dynamo rejects repeated tensors in autograd functions: here student and teacher layers."""
     a, b, c, d = torch.randn(4, 3, 9, 8, device=device)
@@ -98,7 +97,7 @@ def test_segments_under_a_default_device_and_in_a_graph():
         compiled(features, features, segments=segments)
 
 
-@pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
+@pytest.mark.thorough
 def test_terms_in_a_graph(backend, device):
     student = torch.randn(3, 9, 8, device=device, requires_grad=True)
     teacher, mask = torch.randn(3, 9, 5, device=device), ragged(3, 9).to(device)

@@ -93,6 +93,7 @@ for name in sorted(fuzz.CPP):
 """
 
 
+@pytest.mark.thorough  # in CI `make test-machines` runs the losses' tests on one of them
 @needs_extension
 @pytest.mark.parametrize("kind", OLDER)
 def test_kernels_of_older_processors(kind):

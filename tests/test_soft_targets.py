@@ -305,7 +305,9 @@ IN_A_GRAPH = {
 }
 
 
-@pytest.mark.parametrize("name", IN_A_GRAPH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "labels")) for x in IN_A_GRAPH]
+)
 def test_compiled_and_on_the_meta_device(name):
     step, given = IN_A_GRAPH[name], make_heads(6, dtype=torch.float32)
     torch.manual_seed(0)
