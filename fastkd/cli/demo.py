@@ -36,7 +36,7 @@ from fastkd.train.saving import locked, move_directory
 COLUMNS = ("score", "difference", "95% over seeds", "seconds")
 MOST_PROCESSES = 4
 
-#: Fields of the study that set its size; it takes five minutes on two CPU cores.
+#: Fields of the study that set its size; it takes five to ten minutes on two CPU cores.
 SIZE: dict[str, Any] = {
     # Rows of each area, to train on and held out.
     "tasks": {"docstrings": {"docstrings": "areas", "rows": [300, 60]}},

@@ -174,17 +174,23 @@ def _overview(grid: Grid, missing: int) -> str:
 def headline(grid: Grid, summaries: list[Summary]) -> str:
     """The sentence that opens a report: what exceeds noise, or that nothing does."""
     seeds = max((row.seeds for summary in summaries for row in summary.rows), default=0)
-    found: dict[str, list[str]] = {}
+    tasks: dict[tuple[str, str], list[str]] = {}
     for summary in summaries:
         for row in summary.rows:
             if row.quality:
-                key = f"{row.variant} is {row.quality} than {grid.baseline}"
-                found.setdefault(key, []).append(row.task)
+                tasks.setdefault((row.quality, row.variant), []).append(row.task)
+    variants: dict[tuple[str, str], list[str]] = {}
+    for (quality, variant), names in tasks.items():
+        variants.setdefault((quality, ", ".join(names)), []).append(variant)
     few = {0: "No run is finished.", 1: "Nothing can be told with one seed.",
            2: "Nothing can be told with two seeds."}  # fmt: skip
-    if not found:
+    if not tasks:
         return few.get(seeds, f"Nothing exceeds noise with {seeds} seeds.")
-    text = "; ".join(f"{key} on {', '.join(tasks)}" for key, tasks in found.items())
+    text = "; ".join(
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {quality} than {grid.baseline} "
+        f"on {where}"
+        for (quality, where), names in variants.items()
+    )
     return f"{'Two seeds tell little. ' if seeds == 2 else ''}Beyond noise: {text}."
 
 

@@ -89,8 +89,8 @@ def test_verdicts_find_the_planted_effects_only():
 
 
 @pytest.mark.parametrize(("planted", "seeds", "sentence"), [
-    ({"a": 0.7, "b": 0.8, "c": 0.6}, 4,
-     "Beyond noise: b is better than a on t; c is worse than a on t."),
+    ({"a": 0.7, "b": 0.8, "c": 0.6, "d": 0.8}, 4,
+     "Beyond noise: b, d are better than a on t; c is worse than a on t."),
     ({"a": 0.7, "b": 0.7}, 4, "Nothing exceeds noise with 4 seeds."),
     ({"a": 0.7, "b": 0.7}, 2, "Nothing can be told with two seeds."),
     ({"a": 0.7, "b": 0.8}, 1, "Nothing can be told with one seed."),
