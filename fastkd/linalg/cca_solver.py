@@ -317,24 +317,25 @@ class _Whitening(NamedTuple):
     factor: Tensor  # (batch, D, D) L
     # Smallest fraction (batch) of a column's variance that the columns before it don't explain.
     pivot: Tensor
-    inverse: Tensor | None = None  # (items, D, D) inverse roots
+    inverse: Tensor | None = None  # (items, D, D) R of `_inverse_root`
     items: Tensor | None = None  # which, (batch); None for all
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
-        return self._applied(self.factor.mT, y, upper=True)
+        return self._applied(self.factor.mT, self.inverse, y, upper=True)
 
     def transposed(self, y: Tensor) -> Tensor:
         """Rᵀ y."""
-        return self._applied(self.factor, y, upper=False)
+        inverse = None if self.inverse is None else self.inverse.mT
+        return self._applied(self.factor, inverse, y, upper=False)
 
-    def _applied(self, factor: Tensor, y: Tensor, upper: bool) -> Tensor:
-        if self.inverse is None:
+    def _applied(self, factor: Tensor, inverse: Tensor | None, y: Tensor, upper: bool) -> Tensor:
+        if inverse is None:
             return _solve(factor, y, upper)
         if self.items is None:
-            return self.inverse @ y
+            return inverse @ y
         product = _solve(factor, y, upper)
-        product[self.items] = self.inverse @ y[self.items]
+        product[self.items] = inverse @ y[self.items]
         return product
 
 
@@ -374,8 +375,18 @@ def _whitenings(sigmas: list[Tensor], problem: Problem) -> list[_Whitening]:
 
 
 def _inverse_root(sigma: Tensor, fraction: float) -> Tensor:
-    """Without eigenvalues up to ``fraction`` of the largest."""
-    return symmetric_roots(sigma, sigma.new_full((len(sigma),), fraction), False)[1]
+    """R with R Rᵀ = Σ⁻¹, without eigenvalues up to ``fraction`` of the largest.
+
+    The eigenvectors are those of Σ with variances of 1 to 4: the rounding errors of a large column
+    must not reach the others. Columns up to ``fraction`` of the largest variance stay small.
+    """
+    variances = sigma.diagonal(dim1=-2, dim2=-1)
+    largest = variances.amax(-1, keepdim=True)
+    sizes = torch.where(variances > fraction * largest, variances, largest)
+    scale = sizes.clamp_min(TINY).log2().div(2).floor().exp2()
+    scaled = sigma / scale.unsqueeze(-1) / scale.unsqueeze(-2)
+    inverse = symmetric_roots(scaled, sigma.new_full((len(sigma),), fraction), False)[1]
+    return inverse / scale.unsqueeze(-1)
 
 
 def _cholesky(x: Tensor) -> Tensor:

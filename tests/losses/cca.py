@@ -80,11 +80,9 @@ def random_cca(draw: Draw) -> Case:
     mask = draw.mask(batch, m)
     if m > 2 * max(D_s, D_t):
         mask[mask.sum(-1) <= max(D_s, D_t) + 1] = True
-    columns, scale = torch.ones(D_s, dtype=torch.float64), 1.0
+    columns = torch.ones(D_s, dtype=torch.float64)
     if draw.chance(0.3):  # one feature a thousand times the others
         columns[0] = 1000.0
-        # Covariances hold squares: the rounding of this column's is 1e6 times that of the others'.
-        scale = 30.0 if draw.dtype == torch.float64 else 1.0
     student = draw.features(batch, m, D_s, scales=(0.1, 5.0), kinds=REGULAR) * columns
 
     def oracle(student: Tensor, teacher: Tensor) -> Tensor:
@@ -100,7 +98,6 @@ def random_cca(draw: Draw) -> Case:
         {"student": student.to(draw.dtype)},
         {"teacher": draw.features(batch, m, D_t, scales=(0.1, 5.0), kinds=REGULAR)},
         {"mask": draw.mask_argument(mask)},
-        scale=scale,
         slope=lambda x: by_norm(x / columns),
         mask=mask,
     )
