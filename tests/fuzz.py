@@ -31,6 +31,7 @@ from tests.losses import FILES, subjects
 from tests.support import oracles
 from tests.support.compare import TOLERANCE, counted, relative_error
 from tests.support.draw import Case, Draw, poisoned
+from tests.support.gathered import gathered
 from tests.support.subject import D_S, D_T
 
 MAGNIFIED = 16  # so that rounding errors of float64 are measurable in float64
@@ -70,15 +71,17 @@ def compiled(draw: Draw) -> str | None:
     return None
 
 
-# A check that applies to every loss.
+# Checks that apply to every loss, or to those that compare samples.
 USES = {"compiled": compiled}
-FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
-    name: function for file in FILES.values() for name, function in file.RANDOM.items()
-} | USES
+FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = (
+    {name: function for file in FILES.values() for name, function in file.RANDOM.items()}
+    | USES
+    | {"gathered": gathered}
+)
 TORCH_ONLY = {name for loss in LOSSES if not loss.triton for name in FILES[loss.name].RANDOM}
-
-
+TORCH_ONLY.add("gathered")  # what is gathered doesn't depend on the kernels
 CPP = {name for loss in LOSSES if loss.cpp for name in FILES[loss.name].RANDOM}
+CPP.add("gathered")
 # Functions without C++ kernels.
 CPP -= {"cayley", "projection"}
 

@@ -36,7 +36,8 @@ def test_random_calls_agree_with_the_oracles(name, runs_on):
     found = [
         seed for function, backend, seed in fuzz.FOUND if (function, backend) == (name, runs_on)
     ]
-    end, seed, failures = time.process_time() + SECONDS / len(CASES), FIRST, []
+    share = 6 if name == "gathered" else 1  # which draws one of eight losses
+    end, seed, failures = time.process_time() + share * SECONDS / len(CASES), FIRST, []
     while found or seed == FIRST or time.process_time() < end:
         if not found:
             seed += 1
