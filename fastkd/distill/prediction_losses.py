@@ -55,7 +55,8 @@ class Lists:
         """The lists in the ``labels`` of a head with one output; None for other labels."""
         if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
             return None
-        if labels.shape[1:] != (LIST_COLUMNS,) or logits.numel() != len(labels):
+        one = logits.shape[:1] == labels.shape[:1] and logits.shape[1:].numel() == 1
+        if labels.shape[1:] != (LIST_COLUMNS,) or not one:
             return None
         number, relevant, scores = labels.unbind(1)
         return cls(number[:, None] == number, relevant > 0, scores)

@@ -41,7 +41,7 @@ def global_count(count: Tensor, ranks: Ranks | None) -> Tensor:
     """Mean number of items per process, at least one in total; the loop averages the shares."""
     if ranks is None:
         return count.clamp(min=1)
-    return ranks.sum(count).clamp(min=1) / ranks.size
+    return ranks.sum(count).clamp(min=1).double() / ranks.size
 
 
 @dataclass
@@ -182,9 +182,9 @@ class Step:
         items = self.items
         if items.seen is not None:
             items.seen.append(count)
-        if items.known is not None:
-            return total / next(items.known)
-        return total / global_count(count, items.ranks)
+        known = items.known
+        whole = global_count(count, items.ranks) if known is None else next(known)
+        return (total / whole).to(total.dtype)
 
     def whole(self, x: Any) -> Any:
         """Rows of ``x`` (B, ...), or of each tensor in a list, gathered from all processes.

@@ -58,6 +58,7 @@ from fastkd.models.hooks import Offload
 from tests.distill.models import set_dropout
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import model_of
+from tests.support.gathered import run_threads
 
 # Seeds of steps that failed once: every run begins with them.
 FOUND: tuple[int, ...] = ()
@@ -357,6 +358,8 @@ class Step:
         if self.parts:
             inner = {self.random.randrange(1, len(self.texts)) for _ in range(2)}
             self.cuts[1:1] = sorted(inner)
+        # Over processes; a mean that a user's method takes is that of its own samples.
+        self.spread = self.parts and self.name != "own" and self.chance(0.3)
         self.junk = 0 if self.family in ("gpt2", "llama", "bart", "xlnet") else self.pick(0, 7)
         self.extra = self.random.randint(0, 2) if self.layout in ("left", "right") else 0
         # Labels may be padded on either side, if no inputs of the decoder belong to them.
@@ -371,7 +374,7 @@ class Step:
         known = not self.wide or self.shared < V  # what the heads share, without the teacher
         known &= self.start is None or self.layout != "none"  # a mask is part of the key
         known &= len({x.config.hidden_size for x in self.teachers}) == 1  # by one method
-        self.stored = self.name not in ("attention", *READ_QKV) and known
+        self.stored = self.name not in ("attention", *READ_QKV) and known and not self.spread
         self.stored &= self.chance(0.5 if self.pairs else 0.3)
         words = self.name == "soft_targets" and self.head in ("masked words", "next word")
         words &= self.stored and "soft" in self.hand.weights and self.pairs != "match"
@@ -502,7 +505,7 @@ class Step:
         return found
 
     def distiller(self, teacher: Any) -> Distiller:
-        options = {"keep_logits": self.keep_logits}
+        options = {"keep_logits": self.keep_logits, "gather": self.spread}
         if self.match is not None:
             options |= {"tokenizers": self.match, "unmatched": self.unmatched}
         if self.shared < V:
@@ -1365,7 +1368,10 @@ def _wrong(step: Step, folder: str) -> str | None:
         distiller = step.distiller(step.taught(caches))
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
-    terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
+    if step.spread:
+        terms, gradients = over_processes(step, distiller)
+    else:
+        terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
     if any(x.requires_grad for x in terms.values()):
         return "the terms require grad"
     distiller.zero_grad()
@@ -1394,6 +1400,29 @@ def _wrong(step: Step, folder: str) -> str | None:
         if not error <= 100 * rtol * max(largest, 1e-3):
             return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
     return None
+
+
+def over_processes(step: Step, distiller: Distiller) -> Any:
+    """Means of terms and gradients of processes that have one micro-batch or several, or no row.
+
+    BART's heads need a row.
+    """
+    first = step.batches[0]
+    ranks = [[x] for x in step.batches]
+    if len(ranks) > 2 and step.chance(0.5):
+        ranks[:2] = [step.batches[:2]]
+    elif step.layout not in PACKED and step.family != "bart" and step.chance(0.3):
+        ranks.append([{name: x[:0] for name, x in first.items()}])
+    pieces = all(len(x) == 1 for x in ranks) and step.chance(0.5)
+
+    def each(rank: int) -> Any:
+        return taken(copy.deepcopy(distiller), ranks[rank][0] if pieces else ranks[rank])
+
+    found = run_threads(len(ranks), each)
+    return tuple(
+        {name: sum(x[name] for x in each) / len(ranks) for name in each[0]}
+        for each in zip(*found, strict=True)
+    )
 
 
 def _items(step: Step, distiller: Distiller, compared: Compared) -> str | None:
