@@ -13,13 +13,10 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fastkd._core.atomic_files import write_file
-from fastkd.train.arrow_rows import Rows, in_memory
 from fastkd.train.errors import InputError
-from fastkd.train.tasks.base import Corpus
-from fastkd.train.tasks.classification import Classification
-from fastkd.train.tasks.regression import Regression
 
 AREAS = {
     "concurrency": (
@@ -60,19 +57,19 @@ HELD_OUT = 5  # one group in five
 GRADES = 5
 
 
+#: A row of a file: text and label, and perhaps the second text.
+Row = dict[str, Any]
+
+
 def write(kind: str, train_rows: int, eval_rows: int, folder: Path) -> None:
     """Write the rows of a set, train.jsonl and eval.jsonl; nothing if they are there."""
     if (folder / "eval.jsonl").exists():
         return
-    corpus = SETS[kind](train_rows, eval_rows)
+    train, evals = SETS[kind](train_rows, eval_rows)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", corpus.train), ("eval", corpus.evals[""])):
-        names, lines = corpus.names, []
-        for i, (text, label) in enumerate(zip(rows.texts, rows.labels.tolist(), strict=True)):
-            row = {"text": text, "label": label if names is None else names[label]}
-            pair = {} if rows.pairs is None else {"text_pair": rows.pairs[i]}
-            lines.append(json.dumps({**row, **pair}))
-        write_file(folder / f"{name}.jsonl", "\n".join(lines) + "\n", shared=True)
+    for name, rows in (("train", train), ("eval", evals)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        write_file(folder / f"{name}.jsonl", lines, shared=True)
 
 
 def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -111,7 +108,9 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         todo.extend(x for x in ast.iter_child_nodes(node) if not isinstance(x, ast.expr))
 
 
-def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
+def load_docstrings(
+    train_rows: int = 350, eval_rows: int = 60, root: Path | None = None
+) -> list[list[Row]]:
     """Training and held-out docstrings, at most ``train_rows`` and ``eval_rows`` of each area.
 
     Every text occurs once, and a class with its methods is either trained on or held out. Areas
@@ -128,12 +127,13 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
     names = sorted(sets[0].keys() & sets[1].keys())
     if len(names) < 2:
         raise _too_few(root)
-    train, evals = (_rows(of_area, names) for of_area in sets)
-    assert not set(train.texts) & set(evals.texts)
-    return Corpus(train, {"": evals}, Classification(tuple(names)), ("accuracy", "f1"))
+    each = ([{"text": x, "label": area} for area in names for x in found[area]] for found in sets)
+    return [sorted(rows, key=lambda row: _hash(row["text"])) for rows in each]
 
 
-def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
+def load_pairs(
+    train_rows: int = 350, eval_rows: int = 60, root: Path | None = None
+) -> list[list[Row]]:
     """Training and held-out pairs of docstrings, at most that many of each grade.
 
     The label is what both texts share: 4 a class, 3 a module, 2 a package, 1 an area, 0 nothing. A
@@ -149,9 +149,8 @@ def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = N
         if len({grade for *_, grade in pairs}) < GRADES:
             raise _too_few(root)
         pairs.sort(key=lambda pair: _hash(f"{pair[0]} {pair[1]}"))
-        first, second, grades = map(list, zip(*pairs, strict=True))
-        sets.append(in_memory("pairs of docstrings", first, [float(x) for x in grades], second))
-    return Corpus(sets[0], {"": sets[1]}, Regression(), ("spearman", "pearson"))
+        sets.append([{"text": a, "label": float(x), "text_pair": b} for a, b, x in pairs])
+    return sets
 
 
 def _location(area: str, group: str) -> tuple[str, ...]:
@@ -220,11 +219,5 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:8], "big")
 
 
-def _rows(of_area: dict[str, list[str]], names: list[str]) -> Rows:
-    rows = [(text, i) for i, name in enumerate(names) for text in of_area[name]]
-    rows.sort(key=lambda row: _hash(row[0]))
-    return in_memory("docstrings", [text for text, _ in rows], [label for _, label in rows])
-
-
 #: Functions that load the sets, by the value of ``docstrings`` in a study's file.
-SETS: dict[str, Callable[..., Corpus]] = {"areas": load_docstrings, "pairs": load_pairs}
+SETS: dict[str, Callable[..., list[list[Row]]]] = {"areas": load_docstrings, "pairs": load_pairs}

@@ -188,18 +188,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return fingerprint(part.encode() for part in parts)
 
 
-def in_memory(
-    source: str, texts: list[str], labels: Sequence[float], pairs: list[str] | None = None
-) -> Rows:
-    """Rows from lists in memory."""
-    columns = {"text": texts} if pairs is None else {"text": texts, "pair": pairs}
-    data = require("datasets", "train").Dataset.from_dict(
-        {"number": list(range(1, len(texts) + 1)), **columns},
-        features=_features(dict.fromkeys(columns, "large_string")),
-    )
-    return Rows(source, data).with_labels(np.asarray(labels))
-
-
 def stored(
     source: str,
     records: Callable[[], Iterator[dict[str, Any]]],

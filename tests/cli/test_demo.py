@@ -1,8 +1,8 @@
 """`fastkd demo`: its corpus and what it needs; the whole run: tests/cli/test_processes.py."""
 
 import itertools
+from collections import Counter
 
-import numpy as np
 import pytest
 
 from fastkd._core.extras import MissingExtra
@@ -32,12 +32,12 @@ def library(tmp_path_factory):
 
 
 def test_areas_are_balanced_and_mixed_and_share_no_docstring(library):
-    corpus = load_docstrings(40, 8, library)
-    assert corpus.names == ["network", "text"]
-    for rows, limit in ((corpus.train, 40), (corpus.evals[""], 8)):
-        assert np.bincount(rows.labels).tolist() == [limit, limit]
-        assert set(rows.labels[: len(rows) // 2]) == {0, 1} and len(set(rows.texts)) == len(rows)
-    groups = [{text[9:] for text in rows.texts} for rows in (corpus.train, corpus.evals[""])]
+    sets = load_docstrings(40, 8, library)
+    for rows, limit in zip(sets, (40, 8), strict=True):
+        labels = [row["label"] for row in rows]
+        assert Counter(labels) == {"network": limit, "text": limit}
+        assert len({*labels[: len(rows) // 2]}) == 2 and len({x["text"] for x in rows}) == len(rows)
+    groups = [{row["text"][9:] for row in rows} for rows in sets]
     assert not groups[0] & groups[1]  # classes stay together
     modules = [module for listed in AREAS.values() for module in listed.split()]
     assert len(modules) == len(set(modules))
@@ -81,31 +81,27 @@ def test_oddities_are_left_out(tmp_path):
             load(10, 10, root)
 
     (root / "email.py").write_text((root / "random.py").read_text().replace("random", "mail"))
-    corpus, again = load_docstrings(30, 4, root), load_docstrings(30, 4, root)
-    assert corpus.train.texts == again.train.texts
-    assert corpus.train.labels.tolist() == again.train.labels.tolist()
-    assert corpus.names == ["network", "numbers"]
-    texts = corpus.train.texts + corpus.evals[""].texts
+    sets = load_docstrings(30, 4, root)
+    assert sets == load_docstrings(30, 4, root)
+    assert {row["label"] for row in sets[0]} == {"network", "numbers"}
+    texts = [row["text"] for rows in sets for row in rows]
     assert not any("two areas" in text or "Too short" in text for text in texts)
 
 
 def test_pairs_are_graded_by_the_tree(library):
-    corpus = load_pairs(30, 6, library)
-    assert corpus.names is None and corpus.metrics == ("spearman", "pearson")
-    sides = []
-    for rows, count in ((corpus.train, 30), (corpus.evals[""], 6)):
-        labels = rows.labels.tolist()
-        assert sorted(labels) == sorted([0.0, 1.0, 2.0, 3.0, 4.0] * count)
-        sides.append(set(rows.texts) | set(rows.pairs))
-        assert len(set(map(frozenset, zip(rows.texts, rows.pairs, strict=True)))) == len(rows)
-        for first, second, label in zip(rows.texts, rows.pairs, labels, strict=True):
-            one, other = (text.rstrip(".").split()[3:] for text in (first, second))
+    sets, sides = load_pairs(30, 6, library), []
+    for rows, count in zip(sets, (30, 6), strict=True):
+        assert Counter(row["label"] for row in rows) == dict.fromkeys(range(5), count)
+        pairs = [(row["text"], row["text_pair"]) for row in rows]
+        sides.append({*itertools.chain(*pairs)})
+        assert len({*map(frozenset, pairs)}) == len(rows)
+        for row in rows:
+            one, other = (row[x].rstrip(".").split()[3:] for x in ("text", "text_pair"))
             shared = [AREA_OF[one[0]] == AREA_OF[other[0]]]
             shared += [one[: i + 1] == other[: i + 1] for i in range(3)]
-            assert label == [*shared, False].index(False), (first, second)
+            assert row["label"] == [*shared, False].index(False), row
     assert not sides[0] & sides[1]
-    again = load_pairs(30, 6, library)
-    assert again.train.texts == corpus.train.texts and again.train.pairs == corpus.train.pairs
+    assert load_pairs(30, 6, library) == sets
 
 
 def test_what_the_demo_leaves_alone_and_needs(monkeypatch, tmp_path):

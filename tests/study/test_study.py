@@ -322,11 +322,10 @@ def test_few_labels_balances_classes_and_depends_on_the_seed(root):
 def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
     for kind, count in (("areas", 2), ("pairs", 5)):
         texts = [f"text {i} of {kind}" for i in range(20)]
-        pairs = texts[::-1] if kind == "pairs" else None
-        rows = SimpleNamespace(texts=texts, labels=torch.arange(20) % count, pairs=pairs)
-        names = None if pairs else ["files", "text"]
-        made = SimpleNamespace(train=rows, evals={"": rows}, names=names)
-        monkeypatch.setitem(docstrings.SETS, kind, lambda *_, made=made: made)
+        rows = [{"text": text, "label": i % count} for i, text in enumerate(texts)]
+        for row, label, pair in zip(rows, ["files", "text"] * 10, texts[::-1], strict=True):
+            row |= {"text_pair": pair} if kind == "pairs" else {"label": label}
+        monkeypatch.setitem(docstrings.SETS, kind, lambda *_, rows=rows: [rows, rows])
     path = tmp_path / "docs.toml"
     path.write_text(
         'steps = 1\n[methods]\nlabels = {}\n[tasks.a]\ndocstrings = "areas"\nrows = [10, 2]\n'
