@@ -26,8 +26,8 @@ from fastkd.train.assembling import Models, assemble, load_teacher, select
 from fastkd.train.config import AUTO, Config
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.fitting import save_model
-from fastkd.train.loading import describe_match, encode, load_data
-from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method, settled_method
+from fastkd.train.loading import encode, load_data, say_match, settled_method
+from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
@@ -92,15 +92,12 @@ def begin(config: Config, display: Display) -> tuple[Run, Models]:
     if config.method != AUTO:
         make_method(config.method, config.options, config.preset)
     data = load_data(config, display)
-    config, why = settled_method(config, data.task, data.teacher_tokenizer is not None)
-    if why:
-        display.say(why)
+    config = settled_method(config, data, display)
     teacher = load_teacher(config, data)
     selected = select(config, data, teacher, display)
     models = assemble(config, data, display, teacher, selected)
     run = Run(config, computation, data, encode(config, data, models.max_length), display)
-    if data.match is not None:
-        display.say(describe_match(data, run.sets.train))
+    say_match(data, run.sets.train, display)
     return run, models
 
 

@@ -197,34 +197,30 @@ def errors_as_sentences(goes_on: str = "") -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        _fail(error.format_message(), 2)
+        _end(f"Error: {error.format_message()}", 2)
     except InputError as error:
-        _fail(str(error), 2)
+        _end(f"Error: {error}", 2)
     except Interrupted as error:
         _end(f"{error}{goes_on}", error.code)
     except (RunFailed, MissingExtra) as error:
-        _fail(str(error), 1)
+        _end(f"Error: {error}", 1)
     except KeyboardInterrupt as error:
         message = f"Stopped; what was saved before is intact{goes_on}"
         _end(message, getattr(error, "code", 130))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror or error}{where}; what was saved before is intact", 1)
+        message = f"Error: {error.strerror or error}{where}; what was saved before is intact"
+        _end(message, 1)
     except Exception as error:
         if not launched() or isinstance(error, (typer.Exit, typer.Abort)):
             raise
         from fastkd.train import processes
 
         if processes.is_loss_of_others(error):
-            _fail(f"another process of this run has ended{goes_on}", 1)
+            _end(f"Error: another process of this run has ended{goes_on}", 1)
         if not processes.first_to_fail():
             raise typer.Exit(1) from None
         raise
-
-
-def _fail(message: str, code: int) -> None:
-    """End with an error in a sentence."""
-    _end(f"Error: {message}", code)
 
 
 def _end(message: str, code: int) -> None:

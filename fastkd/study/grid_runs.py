@@ -225,10 +225,8 @@ class GridRuns:
         shared = {k: v for k, v in options.items() if k != "stages"}
         return stages.make(shared, options["stages"], {"out": folder, "resume": resume}, "")
 
-    @contextlib.contextmanager
-    def _errors_named(self, cell: Cell) -> Iterator[None]:
-        with errors_with_file_keys(f"{cell.variant} on {cell.task}", Config):
-            yield
+    def _errors_named(self, cell: Cell) -> AbstractContextManager[None]:
+        return errors_with_file_keys(f"{cell.variant} on {cell.task}", Config)
 
     def _write_docstrings(self) -> None:
         """Write the rows of docstrings that the runs read."""

@@ -472,8 +472,12 @@ class Config(DataOptions):
             )
         given = {name: _converted(name, value) for name, value in options.items()}
         config = cls(command=command, **given)
+        if config.resume and config.overwrite:
+            raise InputError("--resume and --overwrite exclude each other")
         if config.stages is not None:
-            check_stages(config)
+            others = (name for name in options_of(cls) if name not in OF_ALL_STAGES)
+            for flag in set_flags(config, *others):
+                raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
             return config
         if config.preset == "paper":
             entries = recipes.entries_of(config, given)
@@ -509,15 +513,6 @@ def refuse(wrong: Iterable[tuple[Any, str]]) -> None:
     for condition, message in wrong:
         if condition:
             raise InputError(message)
-
-
-def check_stages(config: Config) -> None:
-    """Raise for options that belong into the file --stages."""
-    others = (name for name in options_of(Config) if name not in OF_ALL_STAGES)
-    for flag in set_flags(config, *others):
-        raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
-    if config.resume and config.overwrite:
-        raise InputError("--resume and --overwrite exclude each other")
 
 
 def check_data(config: Config) -> None:
@@ -620,8 +615,6 @@ def check_training(config: Config) -> None:
     no_tuning = [] if config.finetune_teacher else set_flags(
         config, "teacher_learning_rate", "teacher_lora"
     )  # fmt: skip
-    if config.resume and config.overwrite:
-        raise InputError("--resume and --overwrite exclude each other")
     if config.teachers is not None:
         for flag in set_flags(
             config, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher",

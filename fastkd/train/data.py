@@ -6,6 +6,7 @@ the file and the row.
 
 import contextlib
 import inspect
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -57,43 +58,51 @@ def read_file(
     classes = files.class_names(path, columns.label, option) if declares else None
 
     def rows() -> Iterator[dict[str, Any]]:
-        settled = None
         found = files.records(path, columns.header, option, every, task.readers)
-        for number, record in found:
-            settled = settled or task.resolve_columns(columns, record, str(path))
-            where = f"{path}, row {number}"
-            if classes is not None:
-                name_classes(record, settled.label, classes, where)
-            try:
-                row = {"number": number, **task.row(record, settled, where)}
-                if columns.teacher is not None:
-                    row["teacher"] = str(field(record, columns.teacher, where))
-            except EmptyLabel as error:
-                count = 1 + _empty_labels(found, settled.label)
-                raise InputError(
-                    f"{error}, as in {count} row{'s' * (count > 1)}; write {UNLABELLED} (for "
-                    "classes), or put such rows into --unlabelled FILE"
-                ) from None
-            empty = None if every else empty_column(task, row)
-            if empty is not None:
-                raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
-            yield row
-        if settled is None:
+        first = next(found, None)
+        if first is None:
             raise InputError(f"{option} {path}: the file has no rows")
+        found = itertools.chain([first], found)
+        yield from _checked(found, columns, str(path), task, classes, every)
 
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
     found = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
     return replace(found, classes=None if classes is None else tuple(classes))
 
 
-def _empty_labels(found: files.Records, column: str | None) -> int:
-    """Number of further rows whose label is blank."""
-    count = 0
-    with contextlib.suppress(InputError):
-        for _, record in found:
-            label = record.get(column or "")
-            count += label is None or (isinstance(label, str) and not label.strip())
-    return count
+def _checked(
+    found: files.Records,
+    columns: Columns,
+    source: str,
+    task: type[Task],
+    classes: list[str] | None,
+    every: bool,
+) -> Iterator[dict[str, Any]]:
+    """The stored columns of each record of a ``source``; see `read_file`."""
+    settled: Columns | None = None
+    for number, record in found:
+        settled = settled or task.resolve_columns(columns, record, source)
+        where = f"{source}, row {number}"
+        if classes is not None:
+            name_classes(record, settled.label, classes, where)
+        try:
+            row = {"number": number, **task.row(record, settled, where)}
+            if columns.teacher is not None:
+                row["teacher"] = str(field(record, columns.teacher, where))
+        except EmptyLabel as error:
+            count = 1
+            with contextlib.suppress(InputError):
+                for _, other in found:
+                    label = other.get(settled.label or "")
+                    count += label is None or (isinstance(label, str) and not label.strip())
+            raise InputError(
+                f"{error}, as in {count} row{'s' * (count > 1)}; write {UNLABELLED} (for "
+                "classes), or put such rows into --unlabelled FILE"
+            ) from None
+        empty = None if every else empty_column(task, row)
+        if empty is not None:
+            raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
+        yield row
 
 
 def name_classes(
@@ -155,20 +164,12 @@ def read_hub(
     source = f"{name}{f'/{config}' if config else ''}, split {split}"
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
-    columns = task.resolve_columns(columns, dict.fromkeys(data.column_names), source)
     classes = None
     if columns.label is not None and issubclass(task, ClassTask):
         classes = files.declared(data.features.get(columns.label))
 
     def rows() -> Iterator[dict[str, Any]]:
-        for number, record in enumerate(data, 1):
-            where = f"{source}, row {number}"
-            if classes is not None:
-                name_classes(record, columns.label, classes, where)
-            row = {"number": number, **task.row(record, columns, where)}
-            if columns.teacher is not None:
-                row["teacher"] = str(field(record, columns.teacher, where))
-            yield row
+        yield from _checked(iter(enumerate(data, 1)), columns, source, task, classes, every=True)
 
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
     found = stored(source, rows, parts, _stored(task, columns))

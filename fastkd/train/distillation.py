@@ -33,8 +33,8 @@ from fastkd.train.config import AUTO, SELECT, Config
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.fitting import fit, load_best, servers_of
 from fastkd.train.generation import Generation
-from fastkd.train.loading import Data, describe_match, encode, load_data
-from fastkd.train.models import be_quiet, make_method, settled_method
+from fastkd.train.loading import Data, encode, load_data, say_match, settled_method
+from fastkd.train.models import be_quiet, make_method
 from fastkd.train.options import set_flags
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, format_scores
@@ -128,16 +128,12 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
     Errors of student and method are raised now, not after the teacher's fine-tuning.
     """
     with processes.errors_on_all():
-        own = data.teacher_tokenizer is not None
-        config, why = settled_method(config, data.task, own, out.manifest.get("method"))
-        if why:
-            display.say(why)
+        config = settled_method(config, data, display, out.manifest.get("method"))
         tuned = out.teacher if config.finetune_teacher and is_complete(out.teacher) else None
         models = assemble(config, data, display, load_teacher(config, data, tuned))
         computation = Computation.of(config, out.processes)
         run = Run(config, computation, data, encode(config, data, models.max_length), display, out)
-        if data.match is not None:
-            display.say(describe_match(data, run.sets.train))
+        say_match(data, run.sets.train, display)
         check_training(run, models)
     if config.preset == "paper":
         for line in recipes.lines(recipes.compared(config, models.distiller.method)):

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -15,13 +15,14 @@ from fastkd.models.batch import split_inputs
 from fastkd.train import data as rows_of_source
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import TEACHER_PREFIX, Encoded, Rows
-from fastkd.train.config import MAX_LENGTH, Config
+from fastkd.train.config import AUTO, MAX_LENGTH, Config
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
+    choose,
     load,
     load_tokenizer,
     load_tokenizers,
@@ -229,6 +230,19 @@ def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
     return about
 
 
+def settled_method(config: Config, data: Data, display: Display, kept: str | None = None) -> Config:
+    """``config`` with the method that auto takes, of which a line says why.
+
+    ``kept``: that of the run to resume.
+    """
+    if config.method != AUTO:
+        return config
+    own_tokens = data.teacher_tokenizer is not None
+    found, why = (kept, "as the run began") if kept else choose(data.task, own_tokens)
+    display.say(f"method {found} (--method {AUTO}): {why}")
+    return dataclasses.replace(config, method=found)
+
+
 def encode(config: Config, data: Data, max_length: int) -> Sets:
     """All rows in the tokens of both models."""
     corpus, encoded = data.corpus, encoder(data, max_length)
@@ -295,12 +309,13 @@ class TwoTokenizerCollator:
         return batch
 
 
-def describe_match(data: Data, train: Encoded) -> str:
-    """A line on the tokens that both vocabularies have."""
-    match = cast(VocabularyMatch, data.match)
+def say_match(data: Data, train: Encoded, display: Display) -> None:
+    """Print a line on the tokens that two vocabularies have in common."""
+    if data.match is None:
+        return
     rows = train.__getitems__(range(min(len(train), MATCH_ROWS)))
     ids = {side: [i for row in rows for i in row[name]] for side, name in TOKENS.items()}
     of_text = " and ".join(
-        f"{match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
+        f"{data.match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
     ).replace("%", " %")
-    return f"{match!r}, {of_text} tokens in {len(rows)} training rows"
+    display.say(f"{data.match!r}, {of_text} tokens in {len(rows)} training rows")

@@ -421,14 +421,3 @@ def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
     if own_tokens and task.head != "AutoModel":
         return Choice("soft_targets", "the student has a tokenizer of its own")
     return Choice(found, f"--task {kind}: {why} ({PAGE})")
-
-
-def settled_method(
-    config: Config, task: Task, own_tokens: bool = False, kept: str | None = None
-) -> tuple[Config, str]:
-    """``config`` with the method that auto takes, and the line that says so; ``kept``: that of
-    the run to resume."""
-    if config.method != AUTO:
-        return config, ""
-    found, why = choose(task, own_tokens) if kept is None else (kept, "as the run began")
-    return replace(config, method=found), f"method {found} (--method {AUTO}): {why}"

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -206,7 +207,8 @@ def read_options_file(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix not in (".yaml", ".yml"):
-            return _toml().loads(text)
+            toml: Any = require("tomllib" if sys.version_info >= (3, 11) else "tomli", "train")
+            return toml.loads(text)
         yaml: Any = require("yaml", "train")
         try:
             found = yaml.safe_load(text)
@@ -217,13 +219,6 @@ def read_options_file(path: Path) -> Mapping[str, Any]:
         return found
     except ValueError as error:
         raise InputError(f"{path} can't be read: {error}") from None
-
-
-def _toml() -> Any:
-    try:
-        return require("tomllib", "train")
-    except ModuleNotFoundError:  # Python 3.10
-        return require("tomli", "train")
 
 
 def check_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:

@@ -180,9 +180,9 @@ def sizes_of(model: PreTrainedModel) -> dict[str, int]:
 
 
 def seconds_a_batch(
-    run: Run, student: nn.Module, teacher: nn.Module | None = None, rounds: int = 5
+    run: Run, student: nn.Module, teacher: nn.Module | None = None
 ) -> dict[str, float]:
-    """Seconds for a forward pass of up to 32 rows: medians over interleaved repeats."""
+    """Seconds for a forward pass of up to 32 rows: medians over five interleaved repeats."""
     data, rows, device = run.data, run.sets.evals[""], run.computation.device
     tokenizers, models = {"student": data.tokenizer}, {"student": student.eval()}
     if teacher is not None:
@@ -195,7 +195,7 @@ def seconds_a_batch(
         if not getattr(student.config, "is_encoder_decoder", False):  # its decoder reads them
             inputs[who].pop("labels", None)
     wait: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(1 + rounds):
+    for _ in range(1 + 5):
         for who, model in models.items():
             with torch.no_grad(), on_device(model):
                 wait()

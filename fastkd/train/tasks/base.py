@@ -39,6 +39,8 @@ Tokens = Mapping[str, list[Any]]  # columns by name
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
 TEXT = "large_string"
 UNKNOWN = "is no class of the model"
+# Columns that a tokenizer does not pad.
+OWN_PADDING = ("position_ids", PROBABILITIES)
 # Metric of the answers' agreement with the teacher's, for rows without labels.
 AGREEMENT = "agreement"
 # Example code for the model card that loads model and tokenizer without a pipeline.
@@ -220,6 +222,10 @@ class Task:
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], list[str] | None]:
         """The texts of all rows, and the second texts if a model reads both."""
+        if isinstance(cls.stored["text"], list):  # of words
+            return [" ".join(words) for words in rows.column("text")], None
+        if isinstance(cls.stored.get("pair"), list):
+            return [" ".join((text, *more)) for text, more in rows.columns("text", "pair")], None
         return rows.texts, rows.pairs
 
     @classmethod
@@ -534,20 +540,25 @@ class Pad:
     """``collate`` for rows that may have ``position_ids``, on the padding side of the class.
 
     A tokenizer's files may set "left" for generation. A model that counts positions from the first
-    column would then read the tokens of a short text at shifted positions.
+    column would then read the tokens of a short text at shifted positions. Probabilities of the
+    classes are the labels of rows that have them.
     """
 
     collate: Collate
     tokenizer: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
-        positions = [torch.tensor(row["position_ids"]) for row in rows if "position_ids" in row]
-        rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
+        positions, likely = (
+            [torch.tensor(row[name]) for row in rows if name in row] for name in OWN_PADDING
+        )
+        rest = [{name: x for name, x in row.items() if name not in OWN_PADDING} for row in rows]
         with default_padding_side(self.tokenizer):
             batch = {name: x for name, x in self.collate(rest).items() if x is not None}
             side = self.tokenizer.padding_side
         if positions:
             batch["position_ids"] = nn.utils.rnn.pad_sequence(positions, True, padding_side=side)
+        if likely:
+            batch["labels"] = torch.stack(likely)
         return batch
 
 

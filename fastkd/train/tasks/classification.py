@@ -33,7 +33,6 @@ from fastkd.train.tasks.base import (
     AGREEMENT,
     UNKNOWN,
     ClassTask,
-    Collate,
     Corpus,
     LabelInfo,
     Prepared,
@@ -161,10 +160,6 @@ class Classification(ClassTask):
                 for y in tokens["labels"]]  # fmt: skip
         return {**tokens, PROBABILITIES: batch.get(PROBABILITIES, hard)}
 
-    def collator(self, tokenizer: Any) -> Collate:
-        collate = super().collator(tokenizer)
-        return SoftLabels(collate) if self.soft else collate
-
     def describe(self, corpus: Corpus) -> Iterator[str]:
         names, train = self.names, Counter(corpus.train.labels.tolist())
         evals = Counter(y for rows in corpus.evals.values() for y in rows.labels.tolist())
@@ -248,19 +243,6 @@ class Classification(ClassTask):
 
     def report(self) -> dict[str, Any]:
         return {"labels": self.names, "f1_of": self.positive}
-
-
-@dataclass(frozen=True)
-class SoftLabels:
-    """``collate`` for rows whose labels are the probabilities of the classes."""
-
-    collate: Collate
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
-        found = [row[PROBABILITIES] for row in rows if PROBABILITIES in row]
-        rest = [{name: x for name, x in row.items() if name != PROBABILITIES} for row in rows]
-        labels = {"labels": torch.tensor(found)} if found else {}
-        return {**self.collate(rest), **labels}
 
 
 TASK = Classification

@@ -92,10 +92,6 @@ class MultipleChoice(Task):
         return row
 
     @classmethod
-    def texts(cls, rows: Rows) -> tuple[list[str], None]:
-        return [" ".join((text, *more)) for text, more in rows.columns("text", "pair")], None
-
-    @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
         return cls(_count(train))
 

@@ -97,10 +97,6 @@ class Reranking(Task):
         return {"text": query, "pair": positives + negatives, "label": relevance + scores}
 
     @classmethod
-    def texts(cls, rows: Rows) -> tuple[list[str], None]:
-        return [" ".join((text, *more)) for text, more in rows.columns("text", "pair")], None
-
-    @classmethod
     def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
         count = int(sum(row["label"][: len(row["label"]) // 2]))
         return {"query": row["text"], "pos": row["pair"][:count], "neg": row["pair"][count:]}

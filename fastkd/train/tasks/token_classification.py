@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastkd.train import files
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import UNLABELLED, Encoded
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns, field, words_of
 from fastkd.train.glue import Glue
@@ -164,10 +164,6 @@ class TokenClassification(ListedTask):
         if "" in tags:
             raise InputError(f"{where}: a tag is empty")
         return {"text": words, "label": tags}
-
-    @classmethod
-    def texts(cls, rows: Rows) -> tuple[list[str], None]:
-        return [" ".join(words) for words in rows.column("text")], None
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
