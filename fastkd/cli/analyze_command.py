@@ -22,11 +22,7 @@ from fastkd.analysis.layer_comparison import (
     rccc,
     stream,
 )
-from fastkd.analysis.pictures import (
-    plot_layer_panels,
-    plot_sentence,
-    relation_agreement,
-)
+from fastkd.analysis.pictures import plot_layer_panels, plot_sentence, relation_agreement
 from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.cli.display import RichDisplay, say
@@ -87,7 +83,8 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
 def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
     """Texts, second texts or None, class ids or None."""
     if settings.text is not None:
-        return read_lines(settings.text), None, None
+        lines = (line.strip() for _, line in text_lines(settings.text, "--text"))
+        return [*filter(None, lines)], None, None
     glue = GLUE_TASKS.get(settings.task or "")
     kind = tasks.of_file(settings.task, settings.data)
     if settings.data is not None:
@@ -105,23 +102,17 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
     return *kind.texts(rows), classes
 
 
-def read_lines(path: Path) -> list[str]:
-    """The non-blank lines of a text file."""
-    if not path.exists():
-        raise InputError(f"--text {path}: no such file")
-    return [line.strip() for _, line in text_lines(path, "--text") if line.strip()]
-
-
 def load_models(
     settings: AnalyzeSettings, device: torch.device
 ) -> tuple[dict[str, torch.nn.Module], Any]:
     """Models by their names in the report, and the tokenizer of all."""
-    model, tokenizer = load_model(settings.model, device, settings.trust_remote_code)
+    remote = settings.trust_remote_code
+    tokenizer = tokenizer_of("--model", settings.model, remote)
+    model = load("--model", settings.model, AutoModel, remote).to(device)
     models = {"model": model}
     if settings.student is not None:
         for name, path in (("before", settings.before), ("student", settings.student)):
             if path is not None:
-                remote = settings.trust_remote_code
                 models[name] = load(f"--{name}", path, AutoModel, remote).to(device)
                 check_same_tokens(f"--{name}", path, tokenizer, remote)
             elif (began := _began(settings.student)) is not None:
@@ -147,12 +138,6 @@ def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
     about = read_manifest(Path(student).expanduser())
     layers = about.get("teacher_layers")
     return layers and (layers, about.get("settings", {}).get("student_config", {}))
-
-
-def load_model(name: str, device: torch.device, remote_code: bool = False) -> tuple[Any, Any]:
-    """Model and tokenizer from a path or hub name."""
-    tokenizer = tokenizer_of("--model", name, remote_code)
-    return load("--model", name, AutoModel, remote_code).to(device), tokenizer
 
 
 def batches_of(

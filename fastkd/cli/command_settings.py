@@ -4,22 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkd.train import tasks
-from fastkd.train.config import (
-    MAX_LENGTH,
-    ColumnOptions,
-    device,
-    precision,
-    remote_code,
-    seed,
-)
+from fastkd.train.config import MAX_LENGTH, ColumnOptions, device, precision, remote_code, seed
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue_server import TASKS
-from fastkd.train.options import (
-    Checked,
-    data_option,
-    option,
-    set_flags,
-)
+from fastkd.train.options import Checked, data_option, option, set_flags
 
 # Those of `fastkd.analysis`, which needs torch.
 MEASURES = ("svcca", "pwcca", "cca", "cka", "unbiased_cka")
@@ -142,9 +130,7 @@ class PredictSettings(AnswerSettings):
         None, "Folder for the file of the GLUE server, of a GLUE --task or of ax.", metavar="DIR"
     )
     glue_zip: str | None = option(
-        None,
-        "Folders of --glue to pack into --out, a .zip for the GLUE server.",
-        metavar="DIR,DIR",
+        None, "Folders of --glue to pack into --out, a .zip for the GLUE server.", metavar="DIR,DIR"
     )
 
     def __post_init__(self) -> None:

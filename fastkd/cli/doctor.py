@@ -6,6 +6,7 @@ It needs no package but those of the losses, so that an installation of these ca
 import importlib
 import importlib.metadata
 import inspect
+import math
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,7 @@ from torch import Tensor
 
 import fastkd
 from fastkd._core import extension, plans
-from fastkd._core.dispatch import (
-    CPP_FUNCTIONS,
-    TRITON_FUNCTIONS,
-    why_not,
-)
+from fastkd._core.dispatch import CPP_FUNCTIONS, TRITON_FUNCTIONS, why_not
 from fastkd._core.registry import LOSSES, inputs_of
 from fastkd._core.versions import TESTED
 from fastkd.train.errors import first_line
@@ -54,12 +51,16 @@ class Trial:
         """Largest relative error of value and gradients, of several calls on a GPU."""
         function = self.load()
         extra = {"backend": backend} if has_backends(function) else {}
-        oracle = [*self._run(self.load("_ref"), torch.device("cpu"), torch.float64, {})]
-        return max(
-            _relative(a, b)
-            for _ in range(CALLS_ON_GPU if device.type == "cuda" else 1)
-            for a, b in zip(self._run(function, device, torch.float32, extra), oracle, strict=True)
-        )
+        reference = self._run(self.load("_ref"), torch.device("cpu"), torch.float64, {})
+        oracle = [x.detach() for x in reference]
+        errors = []
+        for _ in range(CALLS_ON_GPU if device.type == "cuda" else 1):
+            found = self._run(function, device, torch.float32, extra)
+            for actual, right in zip(found, oracle, strict=True):
+                error = (actual.detach().double().cpu() - right).norm()
+                relative = error / right.norm().clamp_min(1e-12)
+                errors.append(math.inf if relative.isnan() else relative.item())
+        return max(errors)
 
     def _run(
         self,
@@ -80,12 +81,6 @@ class Trial:
 def has_backends(function: Callable) -> bool:
     """Whether the caller can choose the backend of ``function``."""
     return "backend" in inspect.signature(function).parameters
-
-
-def _relative(actual: Tensor, oracle: Tensor) -> float:
-    actual, oracle = actual.detach().double().cpu(), oracle.detach().double().cpu()
-    error = (actual - oracle).norm() / oracle.norm().clamp_min(1e-12)
-    return float("inf") if error.isnan() else error.item()
 
 
 TRIALS = tuple(Trial(loss.module, function) for loss in LOSSES for function in loss.with_reference)
@@ -185,16 +180,11 @@ def _extension() -> tuple[str, bool]:
         return f"fastkd._C is built but can't be loaded ({first_line(error)})", False
     if not extension.CPU:
         return "fastkd._C is of another version of fastkd, and not used; build it again", False
-    return f"fastkd._C is built, {_vectors()}", True
-
-
-def _vectors() -> str:
-    """Vector width of the extension's CPU kernels here, and why it is not larger."""
     taken = torch.ops.fastkd_cpp.vector_bytes()
     kind = torch.backends.cpu.get_cpu_capability()
-    empty_column = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
-    why = f"; a build by g++ 12 or later takes those of {kind}" if empty_column else ""
-    return f"vectors of {taken} bytes{why}"
+    narrow = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
+    why = f"; a build by g++ 12 or later takes those of {kind}" if narrow else ""
+    return f"fastkd._C is built, vectors of {taken} bytes{why}", True
 
 
 def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None:

@@ -42,6 +42,7 @@ from fastkd.train.config import (
 )
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
+from fastkd.train.glue_server import FILES
 from fastkd.train.options import (
     check_name,
     check_tables,
@@ -121,9 +122,7 @@ class StudySettings(ColumnOptions):
         least=1,
     )
     seconds: float | None = training_option(
-        None,
-        "Training time of each run in seconds, instead of --steps; default: none.",
-        above=0,
+        None, "Training time of each run in seconds, instead of --steps; default: none.", above=0
     )
     grid: str = training_option(
         "all", "Values of each searched list: all, or the first.", choices=("all", "first")
@@ -164,17 +163,6 @@ ONE_STEP = 1e-9
 KEPT = ("task", "max_length", "metric")
 #: Training and held-out docstrings of each area, or pairs of each grade.
 ROWS = [350, 60]
-#: GLUE's own folders and files: training, evaluation and test rows that have labels.
-FOLDERS = {
-    "cola": ("CoLA", "dev.tsv", None),
-    "sst2": ("SST-2", "dev.tsv", None),
-    "mrpc": ("MRPC", "dev.tsv", None),
-    "stsb": ("STS-B", "dev.tsv", None),
-    "qqp": ("QQP", "dev.tsv", None),
-    "mnli": ("MNLI", "dev_matched.tsv", "dev_mismatched.tsv"),
-    "qnli": ("QNLI", "dev.tsv", None),
-    "rte": ("RTE", "dev.tsv", None),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,8 +500,8 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
     tasks = {name: _task(name, table, folder, written) for name, table in tables.items()}
     if settings.glue is not None:
         for name, table in tasks.items():
-            if table.get("task") in FOLDERS and "train" not in table:
-                tasks[name] = {**table, **_official(settings.glue, table["task"])}
+            if table.get("task") in GLUE_TASKS and "train" not in table:
+                tasks[name] = {**table, **official(settings.glue, table["task"])}
     return tasks
 
 
@@ -560,11 +548,12 @@ def _task_of_option(name: str, value: Any, tables: Mapping[str, Mapping]) -> dic
     return {**kept, "train": train, "eval": evals, **({"test": tests} if tests else {})}
 
 
-def _official(root: Path, task: str) -> dict[str, Any]:
+def official(root: Path, task: str) -> dict[str, Any]:
     """Files of a task in GLUE's own download; mismatched MNLI is the test set."""
-    folder, evals, test = FOLDERS[task]
-    found = {"train": root / folder / "train.tsv", "evals": root / folder / evals}
-    return found if test is None else {**found, "test": root / folder / test}
+    name = next(name for name, found in FILES.items() if found.task == task)
+    folder, splits = root / name.removesuffix("-m"), GLUE_TASKS[task].eval_splits
+    evals, *test = (folder / f"{split.replace('validation', 'dev')}.tsv" for split in splits)
+    return {"train": folder / "train.tsv", "evals": evals, **({"test": test[0]} if test else {})}
 
 
 def _is_axis(name: str, value: Any) -> bool:

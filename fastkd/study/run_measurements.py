@@ -59,10 +59,7 @@ def _first_rows(run: Run) -> list[dict[str, Tensor]]:
 @functools.cache
 def machine_of(device: str) -> dict[str, Any]:
     """Processor or GPU, versions and commit of this process, with fastkd's version."""
-    return {
-        **machine.describe(torch.device(device)),
-        "fastkd": fastkd.__version__,
-    }
+    return {**machine.describe(torch.device(device)), "fastkd": fastkd.__version__}
 
 
 class PeakMemory:

@@ -29,8 +29,10 @@ from fastkd.train.options import (
     option,
     options_of,
     resolve_path,
+    row_option,
     run_option,
     set_flags,
+    teaching_option,
     training_option,
 )
 from fastkd.train.packaged_teacher import NAME as PACKAGED
@@ -56,7 +58,7 @@ OF_ALL_STAGES = (
 )  # fmt: skip
 # Begins a --teacher of a stage: the student of an earlier stage.
 STAGES = "stages."
-DISTILL, WRITING, EVERY = ("distill",), ("distill", "cache"), ("distill", "cache", "verify")
+WRITING, EVERY = ("distill", "cache"), ("distill", "cache", "verify")
 
 
 def device() -> Any:
@@ -114,8 +116,7 @@ class DataOptions(ColumnOptions):
     """Source of the rows: a GLUE task, a data set on the hub, or files."""
 
     task: str | None = data_option(
-        None,
-        f"A GLUE task ({', '.join(GLUE_TASKS)}), or the kind of task: {tasks.KINDS}.",
+        None, f"A GLUE task ({', '.join(GLUE_TASKS)}), or the kind of task: {tasks.KINDS}."
     )
     data: str | None = data_option(None, "Data set on the Hugging Face hub, instead of files.")
     data_config: str | None = data_option(None, "Configuration (subset) of the data set --data.")
@@ -138,12 +139,11 @@ class DataOptions(ColumnOptions):
     unlabelled: Path | None = data_option(
         None, "File of further training rows without labels; a .txt file has one text a line."
     )
-    labelled: int | None = data_option(
+    labelled: int | None = row_option(
         None,
         "Number of training rows whose label the student reads, balanced over classes; "
         "--finetune-teacher reads all labels; default: all.",
         least=1,
-        commands=DISTILL,
     )
     labels: str = data_option(
         "auto",
@@ -172,19 +172,17 @@ class DataOptions(ColumnOptions):
     max_eval_rows: int | None = data_option(
         None, "Number of rows to evaluate on, drawn at random; default: all.", least=1
     )
-    max_new_tokens: int | None = data_option(
+    max_new_tokens: int | None = row_option(
         None,
         "Maximum number of tokens of a generated text; chat and seq2seq; default: 128.",
         least=1,
-        commands=DISTILL,
     )
-    sample: float = data_option(
+    sample: float = row_option(
         0.0,
         "Temperature at which generated text is sampled for the scores, by --seed; 0: the most "
         "probable tokens; chat and seq2seq.",
         metavar="TEMPERATURE",
         least=0,
-        commands=DISTILL,
     )
 
     @property
@@ -231,49 +229,38 @@ class Config(DataOptions):
         metavar="DIR",
         commands=("cache",),
     )
-    teacher_columns: str = model_option(
+    teacher_columns: str = teaching_option(
         "input_ids,top_ids,top_log_probs",
         "Columns of the files in --teacher DIR: token ids, most probable ids, log-probabilities.",
         metavar="A,B,C",
-        commands=DISTILL,
     )
-    teachers: Path | None = model_option(
+    teachers: Path | None = teaching_option(
         None,
         "TOML file of several teachers, each for the rows that name it: a directory, a server or a "
         "cache for each name.",
         metavar="FILE",
-        commands=DISTILL,
     )
-    teacher_column: str = data_option(
-        "teacher", "Column of each row's teacher, for --teachers.", commands=DISTILL
+    teacher_column: str = row_option("teacher", "Column of each row's teacher, for --teachers.")
+    teacher_cache: Path | None = teaching_option(
+        None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"
     )
-    teacher_cache: Path | None = model_option(
-        None,
-        "Directory written by `fastkd cache`, instead of a teacher.",
-        metavar="DIR",
-        commands=DISTILL,
+    teacher_offload: bool = teaching_option(
+        False, "Keep the teacher's weights in the host's memory, on the device only while it runs."
     )
-    teacher_offload: bool = model_option(
-        False,
-        "Keep the teacher's weights in the host's memory, on the device only while it runs.",
-        commands=DISTILL,
-    )
-    finetune_teacher: float = model_option(
+    finetune_teacher: float = teaching_option(
         0.0,
         "Number of epochs to fine-tune the teacher on the task first.",
         metavar="EPOCHS",
         least=0,
-        commands=DISTILL,
     )
-    teacher_learning_rate: float = model_option(
-        5e-5, "Peak learning rate of --finetune-teacher.", above=0, commands=DISTILL
+    teacher_learning_rate: float = teaching_option(
+        5e-5, "Peak learning rate of --finetune-teacher.", above=0
     )
-    teacher_lora: Mapping[str, Any] = model_option(
+    teacher_lora: Mapping[str, Any] = teaching_option(
         {},
         "Fine-tune LoRA adapters on the teacher instead of its weights, as --lora on the student.",
         metavar="r=16,alpha=32",
         joined=True,
-        commands=DISTILL,
     )
     trust_remote_code: bool = remote_code("Teacher and student")
     tokenizer: str | None = model_option(
@@ -347,11 +334,7 @@ class Config(DataOptions):
         metavar="NAME=VALUE",
     )
     num_train_epochs: float = training_option(
-        3.0,
-        "Number of passes over the training rows.",
-        flag="--epochs",
-        key="epochs",
-        above=0,
+        3.0, "Number of passes over the training rows.", flag="--epochs", key="epochs", above=0
     )
     training_steps: int | None = training_option(
         None,
@@ -411,10 +394,7 @@ class Config(DataOptions):
         False, "Gather the samples of all processes in losses that compare samples."
     )
     shard: bool = training_option(
-        False,
-        "Shard teacher and student over the processes (FSDP2).",
-        flag="--fsdp",
-        saved=False,
+        False, "Shard teacher and student over the processes (FSDP2).", flag="--fsdp", saved=False
     )
     trainer_args: Path | Mapping[str, Any] | None = training_option(
         None, "YAML file with further fields of transformers.TrainingArguments.", metavar="FILE"
@@ -664,10 +644,7 @@ MODELS = ("teacher", "student", "tokenizer")
 
 
 def option_values(
-    where: str,
-    table: Mapping[str, Any],
-    folder: Path,
-    study: Sequence[str] = (),
+    where: str, table: Mapping[str, Any], folder: Path, study: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Fields of `Config` by the keys of a file's ``table``, but those beside --stages.
 

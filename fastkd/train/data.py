@@ -364,11 +364,7 @@ def describe(corpus: Corpus) -> Iterator[str]:
 
 
 def file_columns(
-    requested: Columns,
-    glue: Glue | None,
-    path: Path,
-    task: type[Task],
-    labelled: bool = True,
+    requested: Columns, glue: Glue | None, path: Path, task: type[Task], labelled: bool = True
 ) -> Columns:
     """Columns of a file: the ``requested`` ones, GLUE's, or the defaults of the task.
 

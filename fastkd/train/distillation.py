@@ -43,20 +43,13 @@ from fastkd.train.run_directory import (
     EVAL_ROWS,
     Checkpoints,
     RunDirectory,
+    Training,
     fingerprint_of,
     is_complete,
     rows_of,
 )
 from fastkd.train.saving import locked, read_manifest, saving, update_manifest
-from fastkd.train.scoring import (
-    Judged,
-    Run,
-    Trained,
-    judge,
-    rows_by_teacher,
-    seconds_a_batch,
-    sizes_of,
-)
+from fastkd.train.scoring import Judged, Trained, judge, rows_by_teacher, seconds_a_batch, sizes_of
 from fastkd.train.tasks.base import reorder_classes
 
 filelock: Any = require("filelock", "train")
@@ -69,7 +62,7 @@ def run_distillation(
     display: Display | None = None,
     measure: Measure | None = None,
     cache: Path | None = None,
-    at_evaluations: Callable[[Run, Any], Mapping[str, Any]] | None = None,
+    at_evaluations: Callable[[Training, Any], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Run `fastkd distill`; returns the content of the student's manifest.
 
@@ -122,7 +115,9 @@ def _opened(config: Config, display: Display) -> Iterator[RunDirectory]:
         yield out
 
 
-def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tuple[Run, Models]:
+def begin(
+    config: Config, data: Data, display: Display, out: RunDirectory
+) -> tuple[Training, Models]:
     """Load and check the models, and start the run in the output directory.
 
     Errors of student and method are raised now, not after the teacher's fine-tuning.
@@ -132,7 +127,8 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
         tuned = out.teacher if config.finetune_teacher and is_complete(out.teacher) else None
         models = assemble(config, data, display, load_teacher(config, data, tuned))
         computation = Computation.of(config, out.processes)
-        run = Run(config, computation, data, encode(config, data, models.max_length), display, out)
+        sets = encode(config, data, models.max_length)
+        run = Training(config, computation, data, sets, display, out)
         say_match(data, run.sets.train, display)
         check_training(run, models)
     if config.preset == "paper":
@@ -160,7 +156,7 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
     return run, models
 
 
-def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
+def _inputs(run: Training, models: Models, tuned: Path | None) -> dict[str, Any]:
     """Rows, tokenizers and models on which the result depends, by their names in messages."""
     config, data, teacher = run.config, run.data, models.teacher
     found = rows_of(data.corpus)
@@ -181,7 +177,7 @@ def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
     return found
 
 
-def check_training(run: Run, models: Models) -> None:
+def check_training(run: Training, models: Models) -> None:
     """Raise unless a cache holds every training row, and an on-policy student has a loss."""
     task, distiller = run.data.task, models.distiller
     if run.data.cached or isinstance(models.teacher, TopKRows):
@@ -201,7 +197,7 @@ def check_training(run: Run, models: Models) -> None:
             )
 
 
-def _check_stored(run: Run, models: Models) -> None:
+def _check_stored(run: Training, models: Models) -> None:
     """Raise unless the teacher's outputs of every training row are stored.
 
     The processes share the check.
@@ -229,13 +225,12 @@ def _check_stored(run: Run, models: Models) -> None:
                 )
 
 
-def finetune_teacher(run: Run, models: Models) -> Models:
+def finetune_teacher(run: Training, models: Models) -> Models:
     """The models with a teacher that was fine-tuned on the labels, saved as OUT/teacher.
 
     The student is made again: it had the weights before fine-tuning.
     """
     config, out, teacher = run.config, run.out, models.teacher
-    assert out is not None
     target, device = out.teacher, run.computation.device
     if not processes.on_first_process(lambda: is_complete(target)):
         name = teacher.config.name_or_path
@@ -267,11 +262,10 @@ def finetune_teacher(run: Run, models: Models) -> Models:
 
 
 def judge_teachers(
-    run: Run, models: Models, cache: Path | None = None
+    run: Training, models: Models, cache: Path | None = None
 ) -> tuple[Models, dict[str, Any], dict[str, str]]:
     """The models to train with, the first part of the run's report, and warnings by model."""
     config, data, out, display = run.config, run.data, run.out, run.display
-    assert out is not None
     if config.shard:
         sharding.shard_distiller(models.distiller, run.computation.device)
     judged = judge_teacher(run, models)
@@ -305,7 +299,7 @@ def judge_teachers(
     return models, report, warnings
 
 
-def _can_cache(run: Run, models: Models) -> bool:
+def _can_cache(run: Training, models: Models) -> bool:
     """Whether a cache has all that the method reads in a training."""
     config, method = run.config, models.distiller.method
     alone = world_size() == 1 and not config.shard and not config.on_policy
@@ -314,7 +308,7 @@ def _can_cache(run: Run, models: Models) -> bool:
     return alone and not draws and reads and models.teacher_model is not None
 
 
-def _cache(run: Run, models: Models, folder: Path) -> TeacherCache:
+def _cache(run: Training, models: Models, folder: Path) -> TeacherCache:
     """The teacher's outputs on all training rows; only missing ones are computed."""
     request = json.dumps(teacher_request(models.distiller.method))
     parts = (fingerprint_of(models.teacher), request, run.config.precision)
@@ -326,14 +320,13 @@ def _cache(run: Run, models: Models, folder: Path) -> TeacherCache:
         return models.distiller.cache_teacher(batches, path)
 
 
-def judge_teacher(run: Run, models: Models) -> Judged:
+def judge_teacher(run: Training, models: Models) -> Judged:
     """The teacher's scores; those in a cache if it was scored on the same rows."""
     config, data, found = run.config, run.data, Judged()
     if models.teacher_model is not None:
         found = judge(run, models.teacher_model, who="teacher", teacher=True)
     elif data.cached:  # a server has no scores
         prints, before = data.cached["fingerprints"], data.cached["settings"]
-        assert run.out is not None
         same = prints.get(EVAL_ROWS) == run.out.manifest["fingerprints"][EVAL_ROWS]
         same = same and before.get("max_length") == models.max_length
         same = same and before.get("precision") == config.precision
@@ -345,7 +338,7 @@ def judge_teacher(run: Run, models: Models) -> Judged:
 
 
 def judge_row_teachers(
-    run: Run, models: Models, warnings: dict[str, str]
+    run: Training, models: Models, warnings: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
     """For each teacher of --teachers its evaluation rows and scores; adds ``warnings`` by name."""
     found = dict[str, dict[str, Any]]()
@@ -360,7 +353,7 @@ def judge_row_teachers(
     return found
 
 
-def _report_teacher(run: Run, judged: Judged, option: str, who: str) -> None:
+def _report_teacher(run: Training, judged: Judged, option: str, who: str) -> None:
     """Print a teacher's scores; raise if they are not finite."""
     if any(map(math.isnan, judged.scores.values())):
         raise InputError(f"{option}: its outputs are not finite")
@@ -369,14 +362,13 @@ def _report_teacher(run: Run, judged: Judged, option: str, who: str) -> None:
 
 
 def judge_best(
-    run: Run,
+    run: Training,
     models: Models,
     by_teacher: Mapping[str, dict[str, Any]],
     warnings: dict[str, str],
     measure: Measure | None,
 ) -> dict[str, Any]:
     """Sizes, test scores and seconds per batch of the best student, read from its files."""
-    assert run.out is not None
     run.display.say("scoring and timing the best student ...")
     best, device = load_best(run, run.out.student, models.student), run.computation.device
     live = {"teacher": models.teacher_model, "student": best}
@@ -416,7 +408,7 @@ def judge_best(
 
 
 def publish(
-    run: Run, models: Models, report: dict[str, Any], history: list[dict], started: float
+    run: Training, models: Models, report: dict[str, Any], history: list[dict], started: float
 ) -> dict[str, Any]:
     """Complete report and directory of the student, and move the results to --out.
 
@@ -424,7 +416,6 @@ def publish(
     ``started`` at this time of the clock, less the time of its parts before a resumption.
     """
     out = run.out
-    assert out is not None
     if reading := getattr(models.teacher, "reading", ""):
         report["stored_teacher"] = reading
     if servers := servers_of(models.teacher):
@@ -437,10 +428,7 @@ def publish(
         "compared_layers": models.distiller.method.teacher_layers,
         "complete": True,
         "history": history,
-        "seconds": {
-            "training": history[-1]["seconds"],
-            "total": time.perf_counter() - started,
-        },
+        "seconds": {"training": history[-1]["seconds"], "total": time.perf_counter() - started},
     }
 
     def complete() -> None:
@@ -506,7 +494,7 @@ class NoTeacher(nn.Module):
         return base
 
 
-def tuning_of(run: Run, max_length: int) -> Run:
+def tuning_of(run: Training, max_length: int) -> Training:
     """The training of the teacher, on its own tokens."""
     config, data, sets = run.config, run.data, run.sets
     config = dataclasses.replace(

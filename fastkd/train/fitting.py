@@ -38,9 +38,9 @@ from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.launcher import receiving_signals
 from fastkd.train.models import attention_for
 from fastkd.train.progress import Track, format_scores
-from fastkd.train.run_directory import CHECKPOINTS, Checkpoints
+from fastkd.train.run_directory import CHECKPOINTS, Checkpoints, Training
 from fastkd.train.saving import discard, find_damage, replacing, save_tokenizer, saving
-from fastkd.train.scoring import Run, judge
+from fastkd.train.scoring import judge
 from fastkd.train.tasks.base import Task
 
 # Entry of the log with the number of steps of each loss term: some terms are not of every step.
@@ -274,12 +274,12 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 
 
 def fit(
-    run: Run,
+    run: Training,
     distiller: Distiller,
     target: Path,
     rows: Encoded,
     report: Mapping[str, Any],
-    measure: Callable[[Run, Any], Mapping[str, Any]] | None = None,
+    measure: Callable[[Training, Any], Mapping[str, Any]] | None = None,
 ) -> list[dict]:
     """Train the student of ``distiller`` on ``rows``; returns its evaluations.
 
@@ -290,7 +290,6 @@ def fit(
     manifest. The training can be cut off at any time and continued to the same result.
     """
     config, computation, out = run.config, run.computation, run.out
-    assert out is not None
     is_student = target == out.student
     checkpoints = Checkpoints(out.work / CHECKPOINTS[target.name], out.manifest["run"])
     processes.on_first_process(lambda: _clear_damage(run, target, checkpoints))
@@ -341,7 +340,7 @@ def fit(
     return history_of(trainer.state.log_history)
 
 
-def _epoch_of(run: Run, rows: Encoded, unread: int) -> tuple[LabelledOrder, int, int]:
+def _epoch_of(run: Training, rows: Encoded, unread: int) -> tuple[LabelledOrder, int, int]:
     """Order of an epoch's ``rows``, its number of steps, and the steps between two evaluations.
 
     A method that reads the ``unread`` rows too would have them in its epochs.
@@ -360,7 +359,7 @@ def _epoch_of(run: Run, rows: Encoded, unread: int) -> tuple[LabelledOrder, int,
     return order, in_epoch, between
 
 
-def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
+def _clear_damage(run: Training, target: Path, checkpoints: Checkpoints) -> None:
     """Remove a damaged best model; its training starts again."""
     why = find_damage(target) if target.exists() else None
     if why:
@@ -369,7 +368,7 @@ def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
         checkpoints.clear()
 
 
-def load_best(run: Run, target: Path, model: nn.Module) -> Any:
+def load_best(run: Training, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
     model = vars(model).get(sharding.EMPTY, model)
     kind: Any = type(without_adapters(model))
@@ -405,14 +404,14 @@ class TrainingCallback(TrainerCallback):
     own log, so that a resumed run has them.
     """
 
-    run: Run
+    run: Training
     distiller: Distiller
     target: Path
     title: str
     steps_between: int
     checkpoints: Checkpoints
     report: Mapping[str, Any]
-    measure: Callable[[Run, Any], Mapping[str, Any]] | None = None
+    measure: Callable[[Training, Any], Mapping[str, Any]] | None = None
     #: Signal that this process received, and that any process did.
     received: int | None = None
     signum: int | None = None
@@ -503,7 +502,6 @@ class TrainingCallback(TrainerCallback):
         before = [x for x in past if self._head_is_trained(x["step"], state.max_steps)]
         entry["best"] = ready and all(sign * main > sign * old["scores"][metric] for old in before)
         if entry["best"]:
-            assert run.out is not None
             found = {"complete": False, "student": entry["scores"], "best": entry}
             manifest = {**run.out.manifest, **self.report, **found, "history": [*past, entry]}
             whole = sharding.whole(student) if run.config.shard else student

@@ -90,11 +90,13 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Panels of several commands' help. Options of the last two belong to `fastkd distill` alone unless
+# Panels of several commands' help. Options of the last four belong to `fastkd distill` alone unless
 # they name commands; options of the last one do not change the result.
 data_option = functools.partial(option, panel="Data")
 model_option = functools.partial(option, panel="Teacher and student")
 method_option = functools.partial(option, panel="Method")
+row_option = functools.partial(data_option, commands=("distill",))
+teaching_option = functools.partial(model_option, commands=("distill",))
 training_option = functools.partial(option, panel="Training", commands=("distill",))
 run_option = functools.partial(option, panel="The run", saved=False, commands=("distill",))
 

@@ -94,7 +94,9 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
         place = f"{epochs.place}, instead of {epochs.value:g} epochs" if epochs.value else ""
         entries["training_steps"] = Printed(place=place)
     makes: tuple[str, ...] = MAKES  # which make another student than the paper's
-    if _is_of_a_stage(config):
+    # A stage has the student of the stage before.
+    places = [*Path(config.student or "").parents][1:2]
+    if config.follows is not None and places == [config.out.parent]:
         entries = {name: entry for name, entry in entries.items() if name not in MAKES}
         makes = ()
     for name in (*makes, *CHANGES):
@@ -111,12 +113,6 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
             found[kind][name] = _entry(hyperparameters[name], Printed(**entry))
     found["open"] = {name: values[name] for name in recipe["open"]}
     return found
-
-
-def _is_of_a_stage(config: Any) -> bool:
-    """Whether the student is that of the stage before, of --stages."""
-    places = [*Path(config.student or "").parents][1:2]
-    return config.follows is not None and places == [config.out.parent]
 
 
 def _entry(value: Any, entry: Printed) -> dict[str, Any]:

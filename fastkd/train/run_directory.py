@@ -42,6 +42,7 @@ from fastkd.train.saving import (
     write_json,
     write_manifest,
 )
+from fastkd.train.scoring import Run
 from fastkd.train.tasks.base import Corpus
 
 RESULTS = ("student", "teacher")
@@ -289,6 +290,13 @@ class RunDirectory:
             discard(self.work / name)
             Checkpoints(self.work / CHECKPOINTS[name]).clear()
         self.kept = discard(self.work) or self.kept
+
+
+@dataclass(frozen=True)
+class Training(Run):
+    """A command that trains, with its output directory."""
+
+    out: RunDirectory
 
 
 def size_text(count: int) -> str:

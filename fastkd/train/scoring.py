@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,23 +25,16 @@ from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
 from fastkd.train.tasks.base import Task
 
-if TYPE_CHECKING:  # with Trainer, which takes seconds to import
-    from fastkd.train.run_directory import RunDirectory
-
 
 @dataclass(frozen=True)
 class Run:
-    """A training: options, arithmetic, what was read, the display, and the output directory.
-
-    ``fastkd cache`` and ``fastkd verify`` train nothing and have no ``out``.
-    """
+    """A command's options and arithmetic, the rows that it read, and its display."""
 
     config: Config
     computation: Computation
     data: Data
     sets: Sets
     display: Display
-    out: "RunDirectory | None" = None
 
 
 @dataclass(frozen=True)

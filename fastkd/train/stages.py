@@ -31,12 +31,7 @@ from fastkd.train.config import OF_ALL_STAGES, STAGES, Config, option_values
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.loading import finished_task
 from fastkd.train.models import STUDENT, check_depth, load
-from fastkd.train.options import (
-    check_name,
-    check_tables,
-    errors_with_file_keys,
-    read_options_file,
-)
+from fastkd.train.options import check_name, check_tables, errors_with_file_keys, read_options_file
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
 from fastkd.train.run_directory import RESULTS

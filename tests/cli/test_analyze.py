@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoModel,
     AutoTokenizer,
     BertModel,
     GPT2Config,
@@ -70,7 +71,8 @@ def test_teacher_student_and_the_student_before(folder, tmp_path, monkeypatch):
     given |= {"measures": "pwcca", "sentence": "a small model", "batch_size": 40}
     output = run("analyze", **given, out=tmp_path)
     written = json.loads((tmp_path / "layers.json").read_text())
-    teacher, tokenizer = report.load_model(str(folder), torch.device("cpu"))
+    teacher = report.load("--model", str(folder), AutoModel, False)
+    tokenizer = report.tokenizer_of("--model", str(folder), False)
     student = BertModel.from_pretrained(folder / "student")
     texts = [line for line in (folder / "text.txt").read_text().splitlines() if line]
     labels = [len(line) % 2 for line in texts]
@@ -207,5 +209,6 @@ def test_a_task_from_the_hub_and_texts_from_a_pipe(folder, monkeypatch, without_
     read, write = os.pipe()
     os.write(write, b"one\n\n two\n")
     os.close(write)
-    assert report.read_lines(Path(f"/dev/fd/{read}")) == ["one", "two"]
+    piped = AnalyzeSettings(model="m", text=Path(f"/dev/fd/{read}"))
+    assert report.read(piped)[0] == ["one", "two"]
     os.close(read)

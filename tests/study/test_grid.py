@@ -67,16 +67,18 @@ LABELS = {
 
 def write_glue(root):
     """Files as in GLUE's own download; two steps of 32 rows are an epoch."""
-    for task, (folder, evals, test) in grid.FOLDERS.items():
-        (root / folder).mkdir(parents=True)
+    for task in grid.GLUE_TASKS:
+        files = grid.official(root, task).values()
+        next(iter(files)).parent.mkdir(parents=True)
         heading, *labels = LABELS.get(task, ("label", "0", "1"))
-        for seed, name in enumerate(("train.tsv", evals, *filter(None, [test]))):
+        for seed, path in enumerate(files):
             lines = [(*COLUMNS[task], heading)] if task in COLUMNS else []
             for i, (text, _) in enumerate(sentences(12 if seed else 64, seed)):
                 label = labels[i % len(labels)]
                 texts = [text] * len(COLUMNS.get(task, ()))
                 lines.append((*texts, label) if texts else ("gj04", label, "", text))
-            (root / folder / name).write_text("".join("\t".join(x) + "\n" for x in lines))
+            path.write_text("".join("\t".join(x) + "\n" for x in lines))
+    assert (root / "SST-2/dev.tsv").exists() and (root / "MNLI/dev_mismatched.tsv").exists()
     return root
 
 

@@ -20,14 +20,7 @@ from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns
-from fastkd.train.tasks.base import (
-    TEXT,
-    Prepared,
-    Task,
-    Tokens,
-    logits,
-    token_loss_sums,
-)
+from fastkd.train.tasks.base import TEXT, Prepared, Task, Tokens, logits, token_loss_sums
 
 
 def documents(path: Path, option: str, header: bool, blank: bool) -> files.Records:

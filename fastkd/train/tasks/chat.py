@@ -14,14 +14,7 @@ from torch import nn
 from fastkd.distill.spans import align_spans
 from fastkd.models.inputs import in_eval_mode
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
-from fastkd.train.chat_template import (
-    OPENED,
-    WORD,
-    Conversation,
-    answers_of,
-    prompt_of,
-    runs_of,
-)
+from fastkd.train.chat_template import OPENED, WORD, Conversation, answers_of, prompt_of, runs_of
 from fastkd.train.conversations import (
     ASSISTANT,
     CALLS,
