@@ -22,25 +22,13 @@ from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.inputs import Batches
 from fastkd.models.student import SCHEMES, layers_to_keep, student_from_teacher, with_first
-from fastkd.train import lora, processes
+from fastkd.train import lora, models, processes
 from fastkd.train.completions import stored_teacher
 from fastkd.train.config import SELECT, Config
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.labels import by_names
 from fastkd.train.loading import Data, cached_config, collator, fresh_head, training_encoder
 from fastkd.train.lora import TRAINED
-from fastkd.train.models import (
-    STUDENT,
-    attention_for,
-    check_depth,
-    check_same_tokens,
-    fit_config,
-    fitting_length,
-    load,
-    load_tokenizer,
-    load_weights,
-    make_method,
-)
 from fastkd.train.options import is_served, is_stored
 from fastkd.train.progress import Display
 from fastkd.train.row_teachers import teachers_of
@@ -97,7 +85,7 @@ def assemble(
     set_seed(config.seed)
     # Weights stay in float32: 16 bits would round steps away. --precision sets the arithmetic.
     student = make_student(config, data, teacher, selected).float()
-    fitting = fitting_length(data.max_length, data.tokenizer, student, "student")
+    fitting = models.fitting_length(data.max_length, data.tokenizer, student, "student")
     if fitting < length:
         length = fitting
         display.say(f"--max-length {length}: the student reads no more tokens")
@@ -136,7 +124,7 @@ def teachers_length(config: Config, data: Data, teacher: Any, display: Display) 
     for live in teacher.live.values() if isinstance(teacher, ByRow) else [model]:
         if live is None:
             continue
-        fitting = fitting_length(data.max_length, tokenizer, cast(Any, live), "teacher")
+        fitting = models.fitting_length(data.max_length, tokenizer, cast(Any, live), "teacher")
         if fitting < length:
             length = fitting
             display.say(f"--max-length {length}: the teacher reads no more tokens")
@@ -165,7 +153,9 @@ def _method(
     headless = task.head == "AutoModel"
     if data.teacher_tokenizer is not None and data.match is None and not headless:
         defaults = {**defaults, "pool": "cls"}  # the tokens are of two tokenizers
-    method = make_method(config.method, config.options, config.preset, selected, headless, defaults)
+    method = models.make_method(
+        config.method, config.options, config.preset, selected, headless, defaults
+    )
     check_classes(config.method, method, task)
     if method.merges_spans and data.match is None:
         raise InputError(
@@ -230,15 +220,17 @@ def teacher_model(
 ) -> PreTrainedModel:
     """The model ``name`` with a head for ``task``; a random head is an error without
     ``fresh_head``."""
-    found = load("--teacher", name, AutoConfig, config.trust_remote_code)
+    found = models.load("--teacher", name, AutoConfig, config.trust_remote_code)
     fitting = task.num_labels in (None, found.num_labels)
-    fit_config(found, task, tokenizer)
+    models.fit_config(found, task, tokenizer)
     set_seed(config.seed)
-    options = attention_for(config.method, config.attention)
+    options = models.attention_for(config.method, config.attention)
     if fresh_head:
         options["dtype"] = torch.float32  # see `assemble`
     remote = config.trust_remote_code
-    teacher, fresh = load_weights("--teacher", name, remote, type(task), config=found, **options)
+    teacher, fresh = models.load_weights(
+        "--teacher", name, remote, type(task), config=found, **options
+    )
     if fresh and not fresh_head:
         what = f"no {task.head_name}" if fitting else f"no head for {task.num_labels} labels"
         raise InputError(
@@ -255,7 +247,7 @@ def teacher_model(
 
 def _served_teacher(config: Config) -> ServedTeacher:
     """The teacher in the server of --teacher."""
-    method: Any = make_method(config.method, config.options, config.preset)
+    method: Any = models.make_method(config.method, config.options, config.preset)
     if getattr(method, "temperature", 1.0) != 1:
         raise InputError(
             f"--method {config.method}: has temperature {method.temperature}, a server's "
@@ -274,7 +266,7 @@ def _row_teachers(config: Config, data: Data, path: Path) -> Iterator[tuple[str,
         elif "cache" in entry:
             yield who, _open_cache(f"--teachers {who}", Path(entry["cache"]), None, tokenizer)
         else:
-            check_same_tokens("--teachers", entry["model"], tokenizer, remote)
+            models.check_same_tokens("--teachers", entry["model"], tokenizer, remote)
             yield who, teacher_model(config, entry["model"], data.task, tokenizer)
 
 
@@ -289,11 +281,11 @@ def _cached_teacher(config: Config, data: Data, folder: Path) -> TeacherCache:
     """The cache --teacher-cache; a --teacher and --tokenizer that are given must be those of it."""
     option, teacher, read = "--teacher-cache", None, data.teacher_tokenizer or data.tokenizer
     if config.teacher is not None or config.tokenizer is not None:
-        read = load_tokenizer(config)
+        read = models.load_tokenizer(config)
     if config.teacher is not None:
         teacher = teacher_model(config, config.teacher, data.task, read)
     cache = _open_cache(f"{option} {folder}", folder, teacher, read)
-    why = find_damage(folder / STUDENT)
+    why = find_damage(folder / models.STUDENT)
     if why:
         raise InputError(
             f"{option} {folder}: its student is damaged ({why}); the same `fastkd cache` again "
@@ -335,12 +327,12 @@ def make_student(
 def _cached_student(config: Config, data: Data, folder: Path) -> PreTrainedModel:
     """The student in a cache; random weights are drawn again for another seed."""
     auto = getattr(transformers, data.task.head)
-    options = attention_for(config.method, config.attention)
+    options = models.attention_for(config.method, config.attention)
     written, remote = data.cached["settings"], config.trust_remote_code
     if written["student_weights"] == "random" and written["seed"] != config.seed:
         found = cached_config(config, folder)
         return auto.from_config(found, trust_remote_code=remote, **options)
-    return load("--teacher-cache", str(folder / STUDENT), auto, remote, **options)
+    return models.load("--teacher-cache", str(folder / models.STUDENT), auto, remote, **options)
 
 
 def layers_of(
@@ -355,7 +347,7 @@ def layers_of(
     scheme = config.teacher_layers
     if scheme in (*SCHEMES, SELECT):
         wanted = config.student_layers or max(1, depth // 2)
-        check_depth("--student-layers", wanted, depth)
+        models.check_depth("--student-layers", wanted, depth)
         if scheme == SELECT and batches is not None:
             try:
                 return with_first(select_layers(teacher, batches, wanted), backbone)
@@ -386,7 +378,7 @@ def _teachers_config(config: Config, teacher: Any, name: str) -> Any:
         return cached_config(config, config.teacher_cache)
     live = teacher.live.values() if isinstance(teacher, ByRow) else [teacher]
     found = next((model.config for model in live if hasattr(model, "config")), None)
-    return found or load("--student", name, AutoConfig, config.trust_remote_code)
+    return found or models.load("--student", name, AutoConfig, config.trust_remote_code)
 
 
 def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> PreTrainedModel:
@@ -395,7 +387,7 @@ def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> P
     # A student of a cache reads the tokens of the student in the cache.
     own_tokens = data.teacher_tokenizer is not None and config.teacher_cache is None
     remote = config.trust_remote_code
-    found = load("--student", name, AutoConfig, remote)
+    found = models.load("--student", name, AutoConfig, remote)
     known = found.vocab_size
     if own_tokens and len(tokenizer) > known:
         raise InputError(
@@ -406,7 +398,7 @@ def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> P
     if not own_tokens and known != theirs.vocab_size and unlike:
         raise InputError(f"--student {name}: {other_vocabulary(known, theirs.vocab_size)}")
     if not own_tokens:
-        check_same_tokens("--student", name, tokenizer, remote)
+        models.check_same_tokens("--student", name, tokenizer, remote)
     classes = task.names or []
     fitting = classes and task.num_labels == found.num_labels
     ours = (type(task).of(found).names if fitting else None) or []
@@ -415,9 +407,11 @@ def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> P
             f"--student {name}: its head's classes are {', '.join(ours)} and the teacher's "
             f"{', '.join(classes)}; both heads need one order"
         )
-    fit_config(found, task, tokenizer)
-    options = attention_for(config.method, config.attention)
-    student, fresh = load_weights("--student", name, remote, type(task), config=found, **options)
+    models.fit_config(found, task, tokenizer)
+    options = models.attention_for(config.method, config.attention)
+    student, fresh = models.load_weights(
+        "--student", name, remote, type(task), config=found, **options
+    )
     if fresh and config.lora and task.head not in TRAINED:
         raise InputError(
             f"--student {name}: it has no {task.head_name} ({fresh[0]} would be random), and with "

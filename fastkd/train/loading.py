@@ -13,21 +13,12 @@ from transformers import AutoConfig
 from fastkd.lm.vocabulary_match import Side, VocabularyMatch
 from fastkd.models.batch import split_inputs
 from fastkd.train import data as rows_of_source
-from fastkd.train import tasks
+from fastkd.train import models, tasks
 from fastkd.train.arrow_rows import TEACHER_PREFIX, Encoded, Rows
 from fastkd.train.config import AUTO, MAX_LENGTH, Config
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
-from fastkd.train.models import (
-    STUDENT,
-    TEACHERS_TOKENIZER,
-    choose,
-    load,
-    load_tokenizer,
-    load_tokenizers,
-    tokenizer_of,
-)
 from fastkd.train.options import as_json, has_no_weights, set_flags
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
@@ -113,18 +104,18 @@ def load_data(config: Config, display: Display) -> Data:
     if config.teacher_cache is not None:
         folder = config.teacher_cache
         cached = cache_report(config, folder)
-        read = functools.partial(tokenizer_of, "--teacher-cache", remote_code=remote)
-        tokenizer, theirs = read(str(folder / STUDENT)), folder / TEACHERS_TOKENIZER
+        read = functools.partial(models.tokenizer_of, "--teacher-cache", remote_code=remote)
+        tokenizer, theirs = read(str(folder / models.STUDENT)), folder / models.TEACHERS_TOKENIZER
         teachers = read(str(theirs)) if theirs.is_dir() else None
         if max_length == MAX_LENGTH:
             max_length = cached["settings"]["max_length"]
     elif config.teachers is not None:
         names = tuple(teachers_of(config.teachers))
-        tokenizer = load_tokenizer(config, "student")
+        tokenizer = models.load_tokenizer(config, "student")
     elif has_no_weights(config.teacher):
-        tokenizer = load_tokenizer(config, "student")
+        tokenizer = models.load_tokenizer(config, "student")
     else:
-        tokenizer, teachers = load_tokenizers(config, corpus, display)
+        tokenizer, teachers = models.load_tokenizers(config, corpus, display)
     corpus = in_order_of_head(config, corpus)
     if corpus.reading:
         display.say(corpus.reading)
@@ -149,8 +140,8 @@ def finished_task(config: Config) -> Task | None:
     if has_no_weights(config.teacher) or config.teachers is not None:
         return None
     if cache is None:
-        head = load("--teacher", str(config.teacher), AutoConfig, config.trust_remote_code)
-    elif (cache / STUDENT).is_dir():
+        head = models.load("--teacher", str(config.teacher), AutoConfig, config.trust_remote_code)
+    elif (cache / models.STUDENT).is_dir():
         head = cached_config(config, cache)
     else:
         return None  # `cache_report` says what is missing
@@ -168,7 +159,7 @@ def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
     order, remote = None, config.trust_remote_code
     for option, who, name in _teachers(config):
         task, fresh = corpus.task, fresh_head(config)
-        model = load(option, name, AutoConfig, remote)
+        model = models.load(option, name, AutoConfig, remote)
         fitting = task.num_labels in (None, model.num_labels)
         if config.teacher_cache is not None and not fitting:
             raise InputError(
@@ -197,12 +188,12 @@ def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
     """For each teacher with a configuration: its option, its name in errors, and its place."""
     if config.teacher_cache is not None:
         folder = config.teacher_cache
-        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / STUDENT)
+        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / models.STUDENT)
     elif config.teachers is not None:
         for who, entry in teachers_of(config.teachers).items():
             if "url" not in entry:
                 cache = entry.get("cache")
-                place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
+                place = entry["model"] if cache is None else str(Path(cache) / models.STUDENT)
                 yield "--teachers", f"--teachers {who}", place
     elif not has_no_weights(config.teacher):
         yield "--teacher", f"--teacher {config.teacher}", str(config.teacher)
@@ -210,13 +201,15 @@ def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def cached_config(config: Config, folder: Path) -> Any:
     """Configuration of the student in a cache, whose head is the teacher's."""
-    return load("--teacher-cache", str(folder / STUDENT), AutoConfig, config.trust_remote_code)
+    return models.load(
+        "--teacher-cache", str(folder / models.STUDENT), AutoConfig, config.trust_remote_code
+    )
 
 
 def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
     """The report of a cache; raises if an option of the student has another value than there."""
     option, about = "--teacher-cache", read_manifest(folder)
-    if not (folder / STUDENT).is_dir() or not about:
+    if not (folder / models.STUDENT).is_dir() or not about:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     again = as_json(config)
     for flag in set_flags(config, *MAKES[1:]):
@@ -238,7 +231,7 @@ def settled_method(config: Config, data: Data, display: Display, kept: str | Non
     if config.method != AUTO:
         return config
     own_tokens = data.teacher_tokenizer is not None
-    found, why = (kept, "as the run began") if kept else choose(data.task, own_tokens)
+    found, why = (kept, "as the run began") if kept else models.choose(data.task, own_tokens)
     display.say(f"method {found} (--method {AUTO}): {why}")
     return dataclasses.replace(config, method=found)
 

@@ -21,27 +21,13 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.trainer import METHOD_FILE
 from fastkd.distributed import world_size
 from fastkd.integrations._rows import RowSource
-from fastkd.train import processes
+from fastkd.train import processes, saving
 from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError
 from fastkd.train.models import STUDENT
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display
-from fastkd.train.saving import (
-    MANIFEST,
-    discard,
-    find_damage,
-    free_bytes,
-    move_directory,
-    read_manifest,
-    recover_directory,
-    saving,
-    staging_of,
-    unlisted_files,
-    write_json,
-    write_manifest,
-)
 from fastkd.train.scoring import Run
 from fastkd.train.tasks.base import Corpus
 
@@ -72,33 +58,33 @@ class Checkpoints:
         """The newest intact checkpoint of this run; damaged ones are reported and removed."""
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
-            why = find_damage(path)
-            if why is None and read_manifest(path).get("run") != self.run:
+            why = saving.find_damage(path)
+            if why is None and saving.read_manifest(path).get("run") != self.run:
                 why = "it belongs to another run"
             if why is None and not (path / METHOD_FILE).exists():
                 why = "an older fastkd wrote it"
             if why is None:
                 return path
             say(f"{path}: cannot be used ({why}); resuming from the one before it")
-            discard(path)
+            saving.discard(path)
         return None
 
     def complete(self, step: int) -> None:
         """Complete the checkpoint at ``step`` and delete the oldest ones."""
         name = f"checkpoint-{step}"
-        with saving(self.directory):
-            write_manifest(self.incomplete / name, {"run": self.run})
-            move_directory(self.incomplete / name, self.directory / name)
+        with saving.saving(self.directory):
+            saving.write_manifest(self.incomplete / name, {"run": self.run})
+            saving.move_directory(self.incomplete / name, self.directory / name)
             with contextlib.suppress(OSError):
                 self.incomplete.rmdir()
         for old in self._all()[KEPT_CHECKPOINTS:]:
-            discard(old)
+            saving.discard(old)
 
     def clear(self) -> None:
         """Remove all checkpoints, except files that fastkd did not write."""
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
-            discard(path)
+            saving.discard(path)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -128,7 +114,7 @@ class RunDirectory:
         # A killed run may have left directory moves unfinished.
         for name in RESULTS:
             for parent in (self.path, self.work):
-                recover_directory(parent / name)
+                saving.recover_directory(parent / name)
         manifest, result = _run_manifest(self.work), _run_manifest(self.path / "student")
         if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
             self.finish()
@@ -148,9 +134,9 @@ class RunDirectory:
         link = self.work.is_symlink()
         if not (link or self.work.exists()):
             return {}
-        path = self.work / MANIFEST
+        path = self.work / saving.MANIFEST
         manifest = _run_manifest(self.work)
-        half = f".{MANIFEST}.new"  # the run was killed as it began
+        half = f".{saving.MANIFEST}.new"  # the run was killed as it began
         folder = self.work.is_dir() and not link
         others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
         if not folder or (others and not (manifest or path.exists())):
@@ -170,7 +156,7 @@ class RunDirectory:
         before = self.manifest or self.done
         if not before and (self.path / "student").exists():
             raise InputError(
-                f"--resume: {self.path / 'student'} has no readable {MANIFEST} of a run; "
+                f"--resume: {self.path / 'student'} has no readable {saving.MANIFEST} of a run; "
                 "move it away, or give another --out"
             )
         if not before:
@@ -182,7 +168,7 @@ class RunDirectory:
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "
                     f"now it is {value!r}; give the same options, or another --out"
                 )
-        why = None if self.manifest else find_damage(self.path / "student")
+        why = None if self.manifest else saving.find_damage(self.path / "student")
         if why:
             raise InputError(
                 f"--resume: the run in {self.path} is complete but its student is damaged ({why}); "
@@ -205,7 +191,7 @@ class RunDirectory:
                     f"--out {self.path} already holds a {name}; pass --resume to continue that "
                     "run, --overwrite to replace it once a new one is complete, or another --out"
                 )
-            others = unlisted_files(directory)
+            others = saving.unlisted_files(directory)
             if others:
                 raise InputError(
                     f"--overwrite: {directory} holds {others[0]}, which fastkd did not write; "
@@ -246,9 +232,9 @@ class RunDirectory:
             self.manifest = processes.on_first_process(lambda: self._write(new))
 
     def _write(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        with saving(self.work):
+        with saving.saving(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
-            write_json(self.work / MANIFEST, manifest)
+            saving.write_json(self.work / saving.MANIFEST, manifest)
         return manifest
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -263,7 +249,7 @@ class RunDirectory:
         # A model, its successor, and three checkpoints of weights and two moments.
         needed = max(11 * teacher, teacher + 11 * student)
         needed -= sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())
-        free = free_bytes(self.path)
+        free = saving.free_bytes(self.path)
         if needed > free:
             raise InputError(
                 f"--out {self.path}: this run writes up to {size_text(needed)}, "
@@ -280,16 +266,16 @@ class RunDirectory:
         """Move the results to --out and remove the rest; may be interrupted and repeated."""
         for name in RESULTS:
             if (self.work / name).exists():
-                move_directory(self.work / name, self.path / name)
+                saving.move_directory(self.work / name, self.path / name)
         self._clear()
 
     def _clear(self) -> None:
         """Remove the run's files from `work`, the manifest last."""
         for name in RESULTS:
-            shutil.rmtree(staging_of(self.work / name), ignore_errors=True)
-            discard(self.work / name)
+            shutil.rmtree(saving.staging_of(self.work / name), ignore_errors=True)
+            saving.discard(self.work / name)
             Checkpoints(self.work / CHECKPOINTS[name]).clear()
-        self.kept = discard(self.work) or self.kept
+        self.kept = saving.discard(self.work) or self.kept
 
 
 @dataclass(frozen=True)
@@ -306,14 +292,17 @@ def size_text(count: int) -> str:
 
 def _run_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a run of `fastkd distill` in ``directory``; empty if there is none."""
-    found = read_manifest(directory)
+    found = saving.read_manifest(directory)
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else {}
 
 
 def is_complete(directory: Path) -> bool:
     """Whether ``directory`` holds a complete, intact model."""
-    return bool(read_manifest(directory).get("complete")) and find_damage(directory) is None
+    return (
+        bool(saving.read_manifest(directory).get("complete"))
+        and saving.find_damage(directory) is None
+    )
 
 
 def rows_of(corpus: Corpus) -> dict[str, Any]:
@@ -334,7 +323,7 @@ def fingerprint_of(value: Any) -> str:
     if isinstance(value, list):
         return fingerprint(fingerprint_of(part).encode() for part in value)
     if isinstance(value, TeacherCache):
-        student = read_manifest(value.path / STUDENT).get("files")
+        student = saving.read_manifest(value.path / STUDENT).get("files")
         return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
     if isinstance(value, RowSource):
         return fingerprint([json.dumps(value.configuration()).encode()])

@@ -29,17 +29,7 @@ from fastkd.train.labels import (
     whole_numbers,
     with_classes_of,
 )
-from fastkd.train.tasks.base import (
-    AGREEMENT,
-    UNKNOWN,
-    ClassTask,
-    Corpus,
-    LabelInfo,
-    Prepared,
-    Task,
-    Tokens,
-    probabilities,
-)
+from fastkd.train.tasks import base
 from fastkd.train.tasks.regression import Regression
 
 # Values that spreadsheets and data frames write for a missing label.
@@ -49,15 +39,15 @@ CHANCE = 1.645
 
 
 @dataclass(frozen=True)
-class Classification(ClassTask):
+class Classification(base.ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`.
 
     A label may be a distribution over the classes: the target of the cross-entropy. Everything else
     takes its most probable class.
     """
 
-    metrics = ("accuracy", "mcc", "f1", AGREEMENT)
-    teacher_metrics = frozenset({AGREEMENT})
+    metrics = ("accuracy", "mcc", "f1", base.AGREEMENT)
+    teacher_metrics = frozenset({base.AGREEMENT})
     default_metrics = ("accuracy",)
     problem = "single_label_classification"
     no_label = UNLABELLED
@@ -83,7 +73,7 @@ class Classification(ClassTask):
         return {**super().row(record, replace(columns, label=None), where), "label": found}
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: base.LabelInfo) -> base.Task:
         regression = {"classes": False, "numbers": True}.get(given.labels)
         if regression is None and given.glue is not None:
             regression = given.glue.regression
@@ -108,8 +98,8 @@ class Classification(ClassTask):
         return cls(tuple(names), numbered, of_f1, bool(distributions))
 
     def read_labels(
-        self, rows: Rows, unknown: str = UNKNOWN, names: Sequence[str] | None = None
-    ) -> Prepared:
+        self, rows: Rows, unknown: str = base.UNKNOWN, names: Sequence[str] | None = None
+    ) -> base.Prepared:
         """``rows`` with class ids; ``names`` are the data's labels in the order of the classes.
 
         A label is one of the names, or has the meaning of one of them ("Good" is "good").
@@ -144,14 +134,14 @@ class Classification(ClassTask):
                 count = f"{len(rest)} of {total} rows have no label ({UNLABELLED})"
                 notes = [f"{rows.source}: {count}"]
         if not any(map(read_distribution, rows.raw_labels[0])):
-            return Prepared(self, rows.with_labels(rows.map_labels(find)), tuple(notes), rest)
+            return base.Prepared(self, rows.with_labels(rows.map_labels(find)), tuple(notes), rest)
         notes.append(
             f"{rows.source}: labels are probabilities; scores take the most probable class"
         )
         rows = rows.with_probabilities(rows.map_labels(distribution))
-        return Prepared(self, rows, tuple(notes), rest)
+        return base.Prepared(self, rows, tuple(notes), rest)
 
-    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> base.Tokens:
         tokens = super().encode(batch, tokenizer, max_length)
         if not self.soft or "labels" not in tokens:
             return tokens
@@ -160,7 +150,7 @@ class Classification(ClassTask):
                 for y in tokens["labels"]]  # fmt: skip
         return {**tokens, PROBABILITIES: batch.get(PROBABILITIES, hard)}
 
-    def describe(self, corpus: Corpus) -> Iterator[str]:
+    def describe(self, corpus: base.Corpus) -> Iterator[str]:
         names, train = self.names, Counter(corpus.train.labels.tolist())
         evals = Counter(y for rows in corpus.evals.values() for y in rows.labels.tolist())
         if len(names) <= MOST_CLASSES_SHOWN:
@@ -186,13 +176,13 @@ class Classification(ClassTask):
             yield f"f1 is {two if len(self.classes) == 2 else 'the mean of those of all classes'}"
 
     @classmethod
-    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> base.Task:
         if config.num_labels == 1:
             return Regression.of(config, report)
         names = class_names(config)
         return cls(tuple(names), f1_class=names[(report or {}).get("f1_of") != 0])
 
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> base.Prepared:
         """Whole numbers that name no class are read as class ids."""
         if not labelled:
             return super().prepare(rows, labelled)
@@ -236,7 +226,7 @@ class Classification(ClassTask):
 
     def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)
-        return [{"label": names[int(x.argmax())], **probabilities(names, x)} for x in likely]
+        return [{"label": names[int(x.argmax())], **base.probabilities(names, x)} for x in likely]
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()
@@ -302,7 +292,7 @@ def is_regression(train: Rows) -> bool:
     return real is not None
 
 
-def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:
+def _how_rare(corpus: base.Corpus, names: list[str], i: int, count: int) -> str:
     """Rows that class ``i`` lacks; it has ``count`` training rows."""
     if not count:
         return "no training row"

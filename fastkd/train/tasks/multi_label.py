@@ -14,25 +14,14 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns, field, whole
 from fastkd.train.labels import MOST_CLASSES_SHOWN, as_number, read_as_ids
-from fastkd.train.tasks.base import (
-    AGREEMENT,
-    TEXT,
-    UNKNOWN,
-    Corpus,
-    LabelInfo,
-    ListedTask,
-    Prepared,
-    Task,
-    Tokens,
-    probabilities,
-)
+from fastkd.train.tasks import base
 
 BETWEEN = "|"
 ONE_HOT = {"0", "1"}
 
 
 @dataclass(frozen=True)
-class MultiLabel(ListedTask):
+class MultiLabel(base.ListedTask):
     """Texts and lists of labels, which may be empty; tables split them by "|".
 
     Lists of zeros and ones that are equally long in all rows are one-hot: one entry for each class.
@@ -41,12 +30,16 @@ class MultiLabel(ListedTask):
     0.
     """
 
-    metrics = ("micro_f1", "macro_f1", "mean_average_precision", AGREEMENT)
+    metrics = ("micro_f1", "macro_f1", "mean_average_precision", base.AGREEMENT)
     default_metrics = metrics[:3]
-    teacher_metrics = frozenset({AGREEMENT})
+    teacher_metrics = frozenset({base.AGREEMENT})
     problem = "multi_label_classification"
     columns = Columns("text", None, "labels")
-    stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
+    stored: ClassVar[Mapping[str, Any]] = {
+        "text": base.TEXT,
+        "pair": base.TEXT,
+        "label": [base.TEXT],
+    }
     list_separator = BETWEEN
     once = True
     two_tokenizers = "texts"
@@ -78,7 +71,7 @@ class MultiLabel(ListedTask):
         return row
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: base.LabelInfo) -> base.Task:
         size = one_hot_size(train) if given.declared_classes is None else 0
         if size:
             head = given.head if len(given.head or ()) == size else None
@@ -86,7 +79,7 @@ class MultiLabel(ListedTask):
         task = cast(MultiLabel, super().fit(train, evals, given))
         return replace(task, one_hot=bool(size))
 
-    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+    def read_labels(self, rows: Rows, unknown: str = base.UNKNOWN) -> base.Prepared:
         """``rows`` with lists of names; one-hot lists are in the order of the classes."""
         size = one_hot_size(rows) if self.one_hot is None else len(self.classes) * self.one_hot
         if not size:
@@ -108,9 +101,9 @@ class MultiLabel(ListedTask):
         if self.one_hot is None or self.numbers:
             names = {i: str(i) for i in range(size)}
             notes.append(read_as_ids(names, self.classes, rows.source))
-        return Prepared(self, rows.with_labels(labels), tuple(filter(None, notes)))
+        return base.Prepared(self, rows.with_labels(labels), tuple(filter(None, notes)))
 
-    def describe(self, corpus: Corpus) -> Iterator[str]:
+    def describe(self, corpus: base.Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:
             yield f"{len(self.classes)} labels"
             return
@@ -118,7 +111,7 @@ class MultiLabel(ListedTask):
         counts = (f"{name} {train[name]}/{evals[name]}" for name in self.classes)
         yield f"labels, training/evaluation rows: {', '.join(counts)}"
 
-    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> base.Tokens:
         tokens = super().encode(batch, tokenizer, max_length)
         if "label" in batch:
             labels = [[float(name in row) for name in self.classes] for row in batch["label"]]
@@ -160,7 +153,7 @@ class MultiLabel(ListedTask):
     def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().sigmoid()
         return [
-            {"labels": self._given(row), **probabilities(self.classes, each)}
+            {"labels": self._given(row), **base.probabilities(self.classes, each)}
             for row, each in zip(answers, likely, strict=True)
         ]
 

@@ -12,17 +12,7 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
-from fastkd.train.tasks.base import (
-    LOADING,
-    TEXT,
-    UNKNOWN,
-    Corpus,
-    LabelInfo,
-    Prepared,
-    Task,
-    Tokens,
-    probabilities,
-)
+from fastkd.train.tasks import base
 from fastkd.train.tasks.classification import useless_classes
 
 QUESTION, CHOICES = "question", "choices"
@@ -31,7 +21,7 @@ CONTEXT, BEGINNING, ENDING = "sent1", "sent2", "ending"
 
 
 @dataclass(frozen=True)
-class MultipleChoice(Task):
+class MultipleChoice(base.Task):
     """Columns ``question``, ``choices`` and ``label``, the number of a choice from 0; or SWAG's.
 
     A model reads the question with each choice, and all rows of a file have equally many.
@@ -46,10 +36,10 @@ class MultipleChoice(Task):
     pipeline = "multiple-choice"
     collator_class = "DataCollatorForMultipleChoice"
     columns = Columns(QUESTION, CHOICES, "label")
-    stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": [TEXT], "label": "int64"}
+    stored: ClassVar[Mapping[str, Any]] = {"text": base.TEXT, "pair": [base.TEXT], "label": "int64"}
     summary = "It chooses one of some answers to a question."
     usage = (
-        f"{LOADING}"
+        f"{base.LOADING}"
         'question, choices = "...", ["...", "..."]\n'
         "pairs = tokenizer([question] * len(choices), choices, padding=True, "
         'return_tensors="pt")\n'
@@ -92,12 +82,12 @@ class MultipleChoice(Task):
         return row
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: base.LabelInfo) -> base.Task:
         return cls(_count(train))
 
-    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+    def read_labels(self, rows: Rows, unknown: str = base.UNKNOWN) -> base.Prepared:
         _count(rows)
-        return Prepared(self, rows)
+        return base.Prepared(self, rows)
 
     def without_labels(self, rows: Rows) -> Rows:
         count = _count(rows)
@@ -107,10 +97,10 @@ class MultipleChoice(Task):
             )
         return super().without_labels(rows)
 
-    def describe(self, corpus: Corpus) -> Iterator[str]:
+    def describe(self, corpus: base.Corpus) -> Iterator[str]:
         yield f"{self.choices} choices"
 
-    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> base.Tokens:
         return {**paired_tokens(batch, tokenizer, max_length), "labels": batch["label"]}
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
@@ -126,7 +116,7 @@ class MultipleChoice(Task):
         for choices, x in zip(examples.rows.column("pair"), likely, strict=True):
             best = int(x.argmax())
             row = {"label": best, "choice": choices[best]}
-            found.append({**row, **probabilities(range(len(choices)), x)})
+            found.append({**row, **base.probabilities(range(len(choices)), x)})
         return found
 
 

@@ -18,16 +18,7 @@ from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.files import Columns, field, text_of, whole
-from fastkd.train.tasks.base import (
-    LOADING,
-    TEXT,
-    Collate,
-    Corpus,
-    LabelInfo,
-    Task,
-    Tokens,
-    check_fast,
-)
+from fastkd.train.tasks import base
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"
@@ -106,7 +97,7 @@ def _id(record: dict[str, Any], where: str) -> str:
 
 
 @dataclass(frozen=True)
-class QuestionAnswering(Task):
+class QuestionAnswering(base.Task):
     """SQuAD's ``.json``, or rows with ``id``, ``question``, ``context`` and ``answers``.
 
     A context longer than --max-length is read in overlapping windows. The answer is the best span
@@ -124,10 +115,10 @@ class QuestionAnswering(Task):
     pipeline = "question-answering"
     columns = Columns(QUESTION, CONTEXT, ANSWERS)
     stored: ClassVar[Mapping[str, Any]] = {
-        ID: TEXT,
-        "text": TEXT,
-        "pair": TEXT,
-        "label": {"text": [TEXT], "answer_start": ["int64"]},
+        ID: base.TEXT,
+        "text": base.TEXT,
+        "pair": base.TEXT,
+        "label": {"text": [base.TEXT], "answer_start": ["int64"]},
     }
     optional = ("label",)
     short_column = "text"
@@ -138,7 +129,7 @@ class QuestionAnswering(Task):
     evaluation_columns = ("starts", "ends", "none", "begins")
     summary = "It finds the answer to a question in a text."
     usage = (
-        f"{LOADING}"
+        f"{base.LOADING}"
         'tokens = tokenizer("question", "text", return_tensors="pt")\n'
         "found = model(**tokens)\n"
         "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"
@@ -168,11 +159,11 @@ class QuestionAnswering(Task):
         return row
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: base.LabelInfo) -> base.Task:
         return cls(_some_empty(train))
 
     @classmethod
-    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> base.Task:
         empty = (report or {}).get("no_answer")
         return cls(empty if isinstance(empty, bool) else None)
 
@@ -183,7 +174,7 @@ class QuestionAnswering(Task):
     def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
         return {ID: row[ID], **super().shown(row)}
 
-    def describe(self, corpus: Corpus) -> Iterator[str]:
+    def describe(self, corpus: base.Corpus) -> Iterator[str]:
         if self.empty:
             without = sum(not found["text"] for found in corpus.train.column("label"))
             yield f"{without} of {len(corpus.train)} training questions have no answer"
@@ -192,8 +183,8 @@ class QuestionAnswering(Task):
 
     # Tokens
 
-    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        check_fast(self, tokenizer, "place of a token in the text")
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> base.Tokens:
+        base.check_fast(self, tokenizer, "place of a token in the text")
         room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
         if room < 4:  # a question and its context need two tokens each to overlap at all
             raise InputError(
@@ -228,7 +219,7 @@ class QuestionAnswering(Task):
                 columns[name].append(value)
         return {**found, **columns, "number": [batch["number"][row] for row in rows]}
 
-    def collator(self, tokenizer: Any) -> Collate:
+    def collator(self, tokenizer: Any) -> base.Collate:
         # On the right in any family: positions count from the first token.
         return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
 
