@@ -117,16 +117,15 @@ class Rows:
     def with_labels(self, labels: np.ndarray | list[list[str]]) -> "Rows":
         """Rows with these labels: numbers, or a list of names for each row."""
         if isinstance(labels, list):
-            kind = _features({"label": ["large_string"]})["label"]
+            kind = _features(["large_string"])
             data = self.without_label().data.add_column("label", labels, feature=kind)
             return replace(self, data=data)
         return replace(self, data=self.without_label().data.add_column("label", labels))
 
     def with_probabilities(self, found: np.ndarray) -> "Rows":
         """Rows with probabilities of the classes (rows, classes), and the most probable class."""
-        rows, kind = self.with_labels(found.argmax(-1)), _features({PROBABILITIES: ["float64"]})
-        column = rows.data.add_column(PROBABILITIES, [*found], feature=kind[PROBABILITIES])
-        return replace(rows, data=column)
+        rows, kind = self.with_labels(found.argmax(-1)), _features(["float64"])
+        return replace(rows, data=rows.data.add_column(PROBABILITIES, [*found], feature=kind))
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""
@@ -205,7 +204,7 @@ def stored(
         with writing(source):
             data = library.Dataset.from_generator(
                 records,
-                features=_features(columns),
+                features=_features({"number": "int64", **columns}),
                 fingerprint=fingerprint(f"{part}\0".encode() for part in parts),
                 writer_batch_size=BATCH,
             )
@@ -216,18 +215,14 @@ def stored(
     return Rows(source, data)
 
 
-def _features(columns: Mapping[str, Any]) -> Any:
-    """`datasets` features of ``columns``; ``[type]`` stands for a list of that type."""
+def _features(kind: Any) -> Any:
+    """`datasets` features of a type's name, of a list ``[type]``, or of columns by name."""
     library = require("datasets", "train")
-
-    def kind(named: Any) -> Any:
-        if isinstance(named, list):
-            return library.List(kind(named[0]))
-        if isinstance(named, Mapping):
-            return {name: kind(inner) for name, inner in named.items()}
-        return library.Value(named)
-
-    return library.Features({n: kind(x) for n, x in {"number": "int64", **columns}.items()})
+    if isinstance(kind, list):
+        return library.List(_features(kind[0]))
+    if isinstance(kind, Mapping):
+        return library.Features({name: _features(inner) for name, inner in kind.items()})
+    return library.Value(kind)
 
 
 @contextlib.contextmanager

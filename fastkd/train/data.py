@@ -5,11 +5,11 @@ the file and the row.
 """
 
 import contextlib
+import functools
 import inspect
-import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,17 @@ def read_file(
     declares = issubclass(task, ClassTask)
     classes = files.class_names(path, columns.label, option) if declares else None
 
-    def rows() -> Iterator[dict[str, Any]]:
-        found = files.records(path, columns.header, option, every, task.readers)
-        first = next(found, None)
-        if first is None:
-            raise InputError(f"{option} {path}: the file has no rows")
-        found = itertools.chain([first], found)
-        yield from _checked(found, columns, str(path), task, classes, every)
-
+    found = functools.partial(files.records, path, columns.header, option, every, task.readers)
+    rows = functools.partial(_checked, found, columns, option, str(path), task, classes, every)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
-    found = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
-    return replace(found, classes=None if classes is None else tuple(classes))
+    read = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
+    return replace(read, classes=None if classes is None else tuple(classes))
 
 
 def _checked(
-    found: files.Records,
+    read: Callable[[], Iterable[tuple[int, dict[str, Any]]]],
     columns: Columns,
+    option: str,
     source: str,
     task: type[Task],
     classes: list[str] | None,
@@ -80,6 +75,7 @@ def _checked(
 ) -> Iterator[dict[str, Any]]:
     """The stored columns of each record of a ``source``; see `read_file`."""
     settled: Columns | None = None
+    found = iter(read())
     for number, record in found:
         settled = settled or task.resolve_columns(columns, record, source)
         where = f"{source}, row {number}"
@@ -103,6 +99,8 @@ def _checked(
         if empty is not None:
             raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
         yield row
+    if settled is None:
+        raise InputError(f"{option} {source}: the file has no rows")
 
 
 def name_classes(
@@ -168,9 +166,9 @@ def read_hub(
     if columns.label is not None and issubclass(task, ClassTask):
         classes = files.declared(data.features.get(columns.label))
 
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from _checked(iter(enumerate(data, 1)), columns, source, task, classes, every=True)
-
+    rows = functools.partial(
+        _checked, lambda: enumerate(data, 1), columns, option, source, task, classes, True
+    )
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
     found = stored(source, rows, parts, _stored(task, columns))
     return replace(found, classes=None if classes is None else tuple(classes))

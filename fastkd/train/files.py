@@ -63,26 +63,18 @@ def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
                 f"{source}: which column is the text? Pass --text-column; {nearest('', record)}"
             )
         text = found[0]
-    for option, name in (
-        ("--text-column", text),
-        ("--text-pair-column", columns.pair),
-        ("--label-column", columns.label),
-    ):
-        _check_column(option, name, record, source)
-    return replace(columns, text=text)
+    columns = replace(columns, text=text)
+    check_columns(columns, record, source)
+    return columns
 
 
 def check_columns(columns: Columns, record: dict, source: str) -> None:
     """Raise if a ``record`` lacks one of ``columns``."""
-    _check_column("--text-column", columns.text, record, source)
-    _check_column("--text-pair-column", columns.pair, record, source)
-    for label in columns.labels_in(record):
-        _check_column("--label-column", label, record, source)
-
-
-def _check_column(option: str, name: str | None, record: dict, source: str) -> None:
-    if name is not None and name not in record:
-        raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
+    labels = [("--label-column", name) for name in columns.labels_in(record)]
+    texts = ("--text-column", columns.text), ("--text-pair-column", columns.pair)
+    for option, name in (*texts, *labels):
+        if name is not None and name not in record:
+            raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
 
 
 def check_separators(record: Mapping[str, Any], source: str) -> None:

@@ -38,7 +38,7 @@ from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.launcher import receiving_signals
 from fastkd.train.models import attention_for
 from fastkd.train.progress import Track, format_scores
-from fastkd.train.run_directory import CHECKPOINTS, Checkpoints, Training
+from fastkd.train.run_directory import CHECKPOINTS, NEW, Checkpoints, Training
 from fastkd.train.saving import discard, find_damage, replacing, save_tokenizer, saving
 from fastkd.train.scoring import judge
 from fastkd.train.tasks.base import Task
@@ -308,7 +308,7 @@ def fit(
     with receiving_signals(callback.request_stop), logging_to(config.out / "logs" / target.name):
         trainer = (ShardedTrainer if config.shard else StepTrainer)(
             model=distiller,
-            args=arguments_of(config, computation, checkpoints.incomplete, order.rows),
+            args=arguments_of(config, computation, checkpoints.directory / NEW, order.rows),
             train_dataset=rows,
             # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
             data_collator=functools.partial(collate) if run.data.cached else collate,

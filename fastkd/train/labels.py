@@ -86,9 +86,9 @@ def class_names(config: Any) -> list[str]:
     return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
 
 
-def default_name(i: int, name: str) -> bool:
-    """Whether ``name`` is transformers' name for class ``i`` of a head without names."""
-    return name == f"LABEL_{i}"
+def are_default_names(names: Sequence[str]) -> bool:
+    """Whether ``names`` are transformers' for the classes of a head without names."""
+    return [*names] == [f"LABEL_{i}" for i in range(len(names))]
 
 
 def whole_numbers(names: Iterable[str]) -> bool:
@@ -108,7 +108,7 @@ def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> 
     Raises:
         InputError: such classes usually have the opposite numbers.
     """
-    if not labels or all(map(default_name, range(len(names)), names)):
+    if not labels or are_default_names(names):
         return ""
     index = {meaning(name): i for i, name in enumerate(names)}
     for low, high in USUAL_ORDER:

@@ -36,27 +36,24 @@ RESULTS = ("student", "teacher")
 CHECKPOINTS = {"student": "checkpoints", "teacher": "teacher-checkpoints"}
 EVAL_ROWS = "evaluation rows"
 KEPT_CHECKPOINTS = 2
+# Directory of checkpoints that are still being written.
+NEW = ".new"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """Checkpoints of a training, from which it can be resumed.
 
-    Trainer writes a checkpoint to `incomplete`; with its manifest it is moved to ``directory``. The
+    Trainer writes a checkpoint to `NEW`; with its manifest it is moved to ``directory``. The
     manifest holds the id of the ``run``, which continues its own checkpoints only.
     """
 
     directory: Path
     run: str = ""
 
-    @property
-    def incomplete(self) -> Path:
-        """Directory of checkpoints that are still being written."""
-        return self.directory / ".new"
-
     def newest(self, say: Callable[[str], None]) -> Path | None:
         """The newest intact checkpoint of this run; damaged ones are reported and removed."""
-        shutil.rmtree(self.incomplete, ignore_errors=True)
+        shutil.rmtree(self.directory / NEW, ignore_errors=True)
         for path in self._all():
             why = saving.find_damage(path)
             if why is None and saving.read_manifest(path).get("run") != self.run:
@@ -73,16 +70,16 @@ class Checkpoints:
         """Complete the checkpoint at ``step`` and delete the oldest ones."""
         name = f"checkpoint-{step}"
         with saving.saving(self.directory):
-            saving.write_manifest(self.incomplete / name, {"run": self.run})
-            saving.move_directory(self.incomplete / name, self.directory / name)
+            saving.write_manifest(self.directory / NEW / name, {"run": self.run})
+            saving.move_directory(self.directory / NEW / name, self.directory / name)
             with contextlib.suppress(OSError):
-                self.incomplete.rmdir()
+                (self.directory / NEW).rmdir()
         for old in self._all()[KEPT_CHECKPOINTS:]:
             saving.discard(old)
 
     def clear(self) -> None:
         """Remove all checkpoints, except files that fastkd did not write."""
-        shutil.rmtree(self.incomplete, ignore_errors=True)
+        shutil.rmtree(self.directory / NEW, ignore_errors=True)
         for path in self._all():
             saving.discard(path)
         with contextlib.suppress(OSError):

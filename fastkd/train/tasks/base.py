@@ -22,11 +22,11 @@ from fastkd.train.files import Columns, settle_columns, text_of, words_of
 from fastkd.train.generation import Generation
 from fastkd.train.glue import Glue
 from fastkd.train.labels import (
+    are_default_names,
     are_numbers_of,
     by_names,
     class_names,
     classes_by_name,
-    default_name,
     in_order,
     label_order,
     label_text,
@@ -471,7 +471,7 @@ class ListedTask(ClassTask):
         names, head = given.declared_classes, given.head or ()
         if names is None:
             names = in_order({name for row in train.column("label") for name in row})
-        numbers = are_numbers_of(names, head) and not all(map(default_name, range(len(head)), head))
+        numbers = are_numbers_of(names, head) and not are_default_names(head)
         names = list(head) if numbers else with_classes_of(names, head)
         if len(names) < 2:
             found = f"the only {cls.label_noun} is {names[0]!r}" if names else "no row has a label"

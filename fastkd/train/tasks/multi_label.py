@@ -54,13 +54,6 @@ class MultiLabel(base.ListedTask):
     one_hot: bool | None = None
 
     @classmethod
-    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
-        settled = super().resolve_columns(replace(columns, label=None), record, source)
-        for name in columns.labels_in(record):
-            super().resolve_columns(replace(columns, label=name), record, source)
-        return replace(settled, label=columns.label)
-
-    @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         row = super().row(record, replace(columns, label=None), where)
         names = columns.labels_in(record)
