@@ -80,6 +80,7 @@ OTHERS = {"bert": "roberta", "roberta": "distilbert", "gpt2": "llama", "electra"
 # Heads that read the last token, and models with float32 inside.
 READ_LAST = {"gpt2", "llama", "opt", "bloom", "gemma2", "xlnet", "bart", "t5"}
 ROUNDED = {"llama", "gemma2", "t5", "bloom", "modernbert", "opt"}
+TYPED = {"bert", "electra", "albert", "xlnet"}  # that read segments
 OF_TOKENS = ("tokens", "masked words", "next word", "written words")
 V = 60
 # Names of the modules that give queries, keys and values; GPT-2's gives all three.
@@ -109,6 +110,7 @@ class Text:
     teacher: Tensor | None = None
     real: Tensor | None = None  # (n,), with masked tokens between others
     spans: tuple[Tensor, Tensor] | None = None  # of its tokens and the teacher's, −1 for none
+    types: Tensor | None = None  # (n,) segment of each token, in models that read it
 
 
 @dataclass
@@ -194,8 +196,10 @@ class Step:
         reads = other == self.family in ("bert", "gpt2") and self.head != "choices"
         self.start = 3 if reads and self.chance(0.2) else None
         self.tuples = self.family == "bert" and self.chance(0.2)
+        self.verbose = self.chance(0.15)
         for model in (self.student, *self.teachers):
             model.config.return_dict = not self.tuples
+            model.config.output_hidden_states = self.verbose
 
     def draw_form(self) -> None:
         """Models that a user changed, parameters that don't learn, and a teacher of the student."""
@@ -208,6 +212,7 @@ class Step:
         words = self.head in ("masked words", "next word") and self.name != "gold"
         if words and not (self.tuples or self.top_k):
             forms += ["halved output", "halved layer", "halved class"]
+        forms += ["checkpointing"] * bool(self.student.supports_gradient_checkpointing)
         forms += ["adapters"] * (self.family in LORA)
         same = len(self.teachers) == 1 and not (self.stored or self.wide) and self.shared == V
         same &= self.typed == "both" and self.alike and self.name in LAST
@@ -219,6 +224,8 @@ class Step:
         models = self.student, *self.teachers
         if self.form == "frozen block":
             Backbone(self.student).blocks[0].requires_grad_(False)
+        elif self.form == "checkpointing":
+            self.student.gradient_checkpointing_enable()
         elif self.form.startswith("float32"):
             for model in models[:1] if self.form == "float32 student" else self.teachers:
                 model.float()
@@ -292,6 +299,8 @@ class Step:
         plain = not self.own and head not in ("answers", "choices", "written words")
         plain &= self.family != "deberta_v2"  # whose masked tokens read padding
         self.holes = plain and self.layout not in PACKED and self.chance(0.2)
+        typed = self.alike and self.family in TYPED and not self.own
+        self.segmented = typed and self.chance(0.3)
         self.nothing = self.chance(0.1)  # no token has a label
         self.integers = self.chance(0.5)  # as labels of a regression
         self.texts = [self.text(n, causal) for n in lengths]
@@ -309,6 +318,8 @@ class Step:
             text.ids[-1], text.read = 0, -2  # padding ends a text, whatever the mask says
         if self.holes:
             text.real = torch.arange(n) != (self.random.randrange(1, n - 2) if n > 3 else n)
+        if self.segmented:
+            text.types = torch.randint(2, text.ids.shape)
         if self.own:
             text.teacher = torch.randint(5, V, (self.random.randint(2, 7),))
         if self.spans:
@@ -434,6 +445,9 @@ class Step:
             data["decoder_input_ids"] = torch.where(behind, 7, read)
         if self.weighed:
             data["loss_weights"] = self.rows([x.weights for x in texts], length, math.nan, left)
+        if self.segmented:
+            types = self.side([x.types for x in texts], layout)["input_ids"]
+            data["token_type_ids"] = torch.where(types > 1, 1, types)  # whatever padding has
         if self.start is not None:
             positions = [self.start + torch.arange(len(x.ids)) for x in texts]
             data["position_ids"] = self.rows(positions, length, self.pick(0, 1), left)
@@ -537,6 +551,8 @@ class Step:
                 given["attention_mask"] = text.real[None].long()
             if self.head == "written words":
                 given["labels"] = text.labels[None]
+            if text.types is not None:
+                given["token_type_ids"] = text.types[None]
             if text.decoder is not None:
                 given["decoder_input_ids"] = text.decoder[None]
             if self.embedded:
@@ -1399,6 +1415,11 @@ def _wrong(step: Step, folder: str) -> str | None:
         error = float((gradients.get(name, zero) - wanted.get(name, zero)).abs().max())
         if not error <= 100 * rtol * max(largest, 1e-3):
             return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
+    if not (step.parts or step.hand.perturb or step.form == "average") and step.chance(0.3):
+        with torch.no_grad():
+            evaluated = float(distiller.eval()(**step.batches[0]).loss)
+        if not abs(evaluated - float(loss)) <= rtol * size:
+            return f"evaluated: {evaluated}, not {float(loss)}"
     return None
 
 
