@@ -95,6 +95,8 @@ LAST = ("labels", "soft_targets", "knn", "lrkd", "distilbert", "embeddings", "go
 LORA = {
     "bert": ["query", "value"], "roberta": ["query"], "gpt2": ["c_attn"], "llama": ["q_proj"],
 }  # fmt: skip
+# Forms of teachers that a step changes.
+COPIED = "autocast", "float32 teachers", "halved output", "halved layer", "halved class"
 TYPES = {"decisions": "multi_label_classification", "shares": "single_label_classification"}
 
 
@@ -208,7 +210,7 @@ class Step:
         if not self.stored and self.name != "gold" and self.family != "deberta_v2":
             forms += ["offloaded by accelerate", "offloaded to a disk"]
         if not self.embedded:  # what a batch has is of one dtype
-            forms += ["float32 student", "float32 teachers"]
+            forms += ["float32 student", "float32 teachers", "autocast"]
         words = self.head in ("masked words", "next word") and self.name != "gold"
         if words and not (self.tuples or self.top_k):
             forms += ["halved output", "halved layer", "halved class"]
@@ -219,15 +221,17 @@ class Step:
         if same:
             forms += ["average"] + 3 * ["adapters of the teacher"] * (self.family in LORA)
         self.form = self.pick(*forms)
-        if self.form in ("float32 teachers", "halved output", "halved layer", "halved class"):
+        if self.form in COPIED:
             self.teachers = [copy.deepcopy(x) for x in self.teachers]
         models = self.student, *self.teachers
         if self.form == "frozen block":
             Backbone(self.student).blocks[0].requires_grad_(False)
         elif self.form == "checkpointing":
             self.student.gradient_checkpointing_enable()
-        elif self.form.startswith("float32"):
-            for model in models[:1] if self.form == "float32 student" else self.teachers:
+        elif self.form == "autocast" or self.form.startswith("float32"):
+            for model in {"float32 student": models[:1], "autocast": models}.get(
+                self.form, self.teachers
+            ):
                 model.float()
         elif self.form == "halved class":
             for model in models:
@@ -445,15 +449,21 @@ class Step:
             data["decoder_input_ids"] = torch.where(behind, 7, read)
         if self.weighed:
             data["loss_weights"] = self.rows([x.weights for x in texts], length, math.nan, left)
+        data |= self.places(texts, length, layout)
+        if len(self.teachers) > 1 and not self.apart:
+            numbers = self.teacher_ids[first:stop]
+            data["teacher_id"] = self.pick(torch.tensor(numbers), ["ab"[i] for i in numbers])
+        return data
+
+    def places(self, texts: list[Text], length: int, layout: str) -> dict[str, Tensor]:
+        """Segments and positions of the tokens, where a user passes them."""
+        data = {}
         if self.segmented:
             types = self.side([x.types for x in texts], layout)["input_ids"]
             data["token_type_ids"] = torch.where(types > 1, 1, types)  # whatever padding has
         if self.start is not None:
             positions = [self.start + torch.arange(len(x.ids)) for x in texts]
-            data["position_ids"] = self.rows(positions, length, self.pick(0, 1), left)
-        if len(self.teachers) > 1 and not self.apart:
-            numbers = self.teacher_ids[first:stop]
-            data["teacher_id"] = self.pick(torch.tensor(numbers), ["ab"[i] for i in numbers])
+            data["position_ids"] = self.rows(positions, length, self.pick(0, 1), layout == "left")
         return data
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -1384,10 +1394,12 @@ def _wrong(step: Step, folder: str) -> str | None:
         distiller = step.distiller(step.taught(caches))
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
-    if step.spread:
-        terms, gradients = over_processes(step, distiller)
-    else:
-        terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
+    half = step.form == "autocast"
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        if step.spread:
+            terms, gradients = over_processes(step, distiller)
+        else:
+            terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
     if any(x.requires_grad for x in terms.values()):
         return "the terms require grad"
     distiller.zero_grad()
@@ -1397,29 +1409,35 @@ def _wrong(step: Step, folder: str) -> str | None:
     wanted = gradients_of(distiller)
     if step.per_token and (wrong := _items(step, distiller, compared)):
         return wrong
-    if not step.parts and (wrong := _logits(step, logits[0], compared.s.logits)):
+    if not (half or step.parts) and (wrong := _logits(step, logits[0], compared.s.logits)):
         return wrong
     rounded = {step.family, step.teachers[0].config.model_type} & ROUNDED
     rtol = 1e-5 if step.top_k or rounded or "float32" in step.form else 1e-9
     if step.name in ("mc3kd", "embeddings", "several"):  # CCA leaves out correlations of 1.2e-7
         rtol = max(rtol, 1e-6)
+    rtol = 0.05 if half else rtol
     expected = {**expected, "total": loss, "loss": loss}
+    if wrong := _apart(terms, expected, rtol):
+        return wrong
+    largest, zero = max(float(g.abs().max()) for g in wanted.values()), torch.zeros(())
+    for name in {**wanted, **gradients}:
+        error = float((gradients.get(name, zero) - wanted.get(name, zero)).abs().max())
+        if not error <= (6 if half else 100) * rtol * max(largest, 1e-3):
+            return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
+    if not (step.parts or step.hand.perturb or step.form == "average") and step.chance(0.3):
+        with torch.no_grad():
+            evaluated = distiller.eval()(**step.batches[0])
+        return _apart({**evaluated.terms, "loss": evaluated.loss}, expected, rtol)
+    return None
+
+
+def _apart(terms: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> str | None:
     if terms.keys() != expected.keys():
         return f"terms {sorted(terms)}, not {sorted(expected)}"
     size = max(1.0, *(abs(float(x)) for x in expected.values()))
     for name, x in expected.items():
         if not abs(float(terms[name] - x)) <= rtol * size:
             return f"{name}: {float(terms[name])}, not {float(x)}"
-    largest, zero = max(float(g.abs().max()) for g in wanted.values()), torch.zeros(())
-    for name in {**wanted, **gradients}:
-        error = float((gradients.get(name, zero) - wanted.get(name, zero)).abs().max())
-        if not error <= 100 * rtol * max(largest, 1e-3):
-            return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
-    if not (step.parts or step.hand.perturb or step.form == "average") and step.chance(0.3):
-        with torch.no_grad():
-            evaluated = float(distiller.eval()(**step.batches[0]).loss)
-        if not abs(evaluated - float(loss)) <= rtol * size:
-            return f"evaluated: {evaluated}, not {float(loss)}"
     return None
 
 
