@@ -30,7 +30,7 @@ Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 
 # Entries of a batch: the scale of its label loss, and the weight of its mean loss in the mean over
-# the processes, where one has other numbers of rows than the others.
+# the processes and the step's batches, which may have unlike numbers of rows.
 LABEL_SHARE, SHARE = "label_share_of_step", "share_of_step"
 METHOD_FILE = "method.pt"
 # State of the averaging teachers, by their names in the Distiller's teacher.
@@ -213,7 +213,7 @@ class DistillationTrainer(Trainer):
         self.distiller.method.label_share = label_share
         if self.accumulate == 1:
             return super().training_step(model, inputs, *args)
-        rows = len(next(iter(inputs.values())))
+        rows = count_rows(inputs)
         if self.args.world_size > 1:  # the same number of micro-batches in all processes
             rows = int(self.accelerator.gather(torch.tensor([rows], device=self.args.device)).min())
         self._num_parts = max(1, min(self.accumulate, rows))
@@ -303,7 +303,21 @@ class DistillationTrainer(Trainer):
         if not self.model_accepts_loss_kwargs and len(batches) > (1 if alone else 0):
             shares = self._label_shares(batches, device)
             batches = [{**x, LABEL_SHARE: share} for x, share in zip(batches, shares, strict=True)]
+        if len(batches) > 1:
+            shares = self._row_shares(batches, device)
+            batches = [{**x, SHARE: share} for x, share in zip(batches, shares, strict=True)]
         return batches, items
+
+    def _row_shares(self, batches: list[dict[str, Any]], device: torch.device) -> list[float]:
+        """Weight of each batch's mean loss: its share of the step's rows, times their number."""
+        ranks = self.args.world_size
+        rows = torch.tensor(
+            [count_rows(x) if x.get(SHARE, 1.0) else 0 for x in batches], device=device
+        )
+        everywhere = self.accelerator.gather(rows[None]) if ranks > 1 else rows[None]
+        own = everywhere.sum(0) if self.distiller.gather else rows * ranks
+        shares: list[float] = (own * len(batches) / everywhere.sum().clamp(min=1)).tolist()
+        return shares
 
     def _label_shares(self, batches: list[dict[str, Any]], device: torch.device) -> Sequence[Any]:
         """Scale of each batch's label loss: its share of the step's labels, times their number.
@@ -438,6 +452,10 @@ def _stored(checkpoint: str, name: str) -> Any:
             f"{checkpoint} has no {name}; resume from a checkpoint of DistillationTrainer"
         )
     return torch.load(path, map_location="cpu")
+
+
+def count_rows(batch: dict[str, Any]) -> int:
+    return len(next(x for x in batch.values() if hasattr(x, "__len__")))
 
 
 def count_labels(batch: dict[str, Any]) -> tuple[int, int]:

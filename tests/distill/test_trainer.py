@@ -1,6 +1,7 @@
 """DistillationTrainer: schedule, logs, evaluation, saving and resuming."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers as t
 from datasets import Dataset
 
 from fastkd.distill import (
+    FCD,
     LRKD,
     MC3KD,
     DistillationTrainer,
@@ -18,9 +20,11 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
+from fastkd.distill.methods import Labels
 from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout, split
 from tests.distill.processes import run_ranks
 from tests.support.compare import raises
+from tests.support.draw import FIRST
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -80,59 +84,90 @@ def test_labelled_share_may_be_off_and_is_checked(tmp_path):
         assert isinstance(one._get_train_sampler(), torch.utils.data.RandomSampler)
 
 
-@pytest.mark.parametrize("labels", ["classes", "numbers", "several", "words", "text alone"])
-def test_a_step_in_accumulated_batches_is_that_of_all_rows(tmp_path, labels):
-    """Batches of 3, 0 and 1 labelled rows of 4, and a step of 2 and 4 at the end.
+PROBLEMS = {
+    "classes": {}, "numbers": {"num_labels": 1},
+    "decisions": {"problem_type": "multi_label_classification"},
+}  # fmt: skip
 
-    Or rows of very unequal numbers of words, where a first word and padding have labels too.
-    """
-    data, known = batch(rows=20), torch.zeros(20, dtype=torch.bool)
-    known[[0, 1, 3, 8, 12, 13, *range(16, 20)]] = True
-    teacher, method, places = classifier("bert"), SoftTargets(), torch.arange(10)
-    alike = labels in ("words", "text alone")  # each word counts alike
-    if labels == "classes":
-        data["labels"] = torch.where(known, data["labels"], -100)
-        method = LRKD()
-    elif labels == "numbers":
-        data["labels"] = torch.where(known, torch.rand(20), torch.nan)
-        teacher = classifier("bert", num_labels=1)
-    elif labels == "several":
-        data["labels"] = torch.where(known[:, None], torch.rand(20, 3).round(), torch.nan)
-        data["labels"][0, 1] = torch.nan
-        teacher = classifier("bert", problem_type="multi_label_classification")
-    else:
-        teacher = model(t.GPT2LMHeadModel, "gpt2")
-        lengths = torch.randint(2, 11, (20, 1))
-        data["attention_mask"] = (places < lengths).long()
-        unknown = places < torch.arange(20)[:, None] % 4
-        data["labels"] = data["input_ids"].masked_fill(unknown, -100)
-    if labels == "text alone":
-        method = SoftTargets(alpha=1.0)
-        del data["labels"]
-    rows = split(data)
+
+class Training:
+    """Rows, a method and Trainer's arguments, drawn from a seed."""
+
+    def __init__(self, seed):
+        draw, _ = random.Random(seed), torch.manual_seed(seed)
+        self.kind = draw.choice([*PROBLEMS, "words", "text alone"])
+        self.size, self.parts, self.epochs = (
+            draw.randint(1, 5),
+            draw.randint(1, 4),
+            draw.randint(1, 2),
+        )
+        self.drops, self.clip = draw.random() < 0.3, draw.choice([0.0, 0.05])
+        n = draw.randint(max(self.size, 4), 18)
+        self.data = data = batch(rows=n)
+        known, places = torch.rand(n) < draw.choice([0.3, 1.0]), torch.arange(10)
+        if self.kind in PROBLEMS:
+            self.teacher = classifier("bert", **PROBLEMS[self.kind])
+        else:  # unequal numbers of words, where a first word and padding have labels too
+            self.teacher = model(t.GPT2LMHeadModel, "gpt2")
+            data["attention_mask"] = (places < torch.randint(2, 11, (n, 1))).long()
+            unknown = places < torch.arange(n)[:, None] % 4
+            data["labels"] = data["input_ids"].masked_fill(unknown, -100)
+        if self.kind == "classes":
+            data["labels"] = torch.where(known, data["labels"], -100)
+        elif self.kind == "numbers":
+            data["labels"] = torch.where(known, torch.rand(n), torch.nan)
+        elif self.kind == "decisions":
+            known = known[:, None] & (torch.rand(n, 3) < 0.9)
+            data["labels"] = torch.where(known, torch.rand(n, 3).round(), torch.nan)
+        methods = [SoftTargets(alpha=draw.choice([0.3, 1.0])), LRKD(), Labels()]
+        if self.kind == "text alone":
+            del data["labels"]
+            methods = [SoftTargets(alpha=1.0)]
+        elif self.parts == 1:  # of one batch's samples
+            methods.append(FCD(task_weight=0.5))
+        self.method = draw.choice(methods)
+
+    def steps(self):
+        """Rows of each step: of ``parts`` batches, or of fewer at the end of an epoch."""
+        rows = torch.arange(len(self.data["input_ids"])).split(self.size)
+        rows = [x for x in rows if len(x) == self.size or not self.drops]
+        parts = [rows[i : i + self.parts] for i in range(0, len(rows), self.parts)]
+        return [torch.cat(x) for x in parts] * self.epochs
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_random_steps_are_those_of_all_their_rows(tmp_path, number):
+    """Whatever parts they come in, and however few of the rows have labels."""
+    drawn = Training(FIRST + number)
+    rows = split(drawn.data)
     run = trainer(
-        tmp_path, method, rows, teacher, max_steps=2, gradient_accumulation_steps=3,
-        per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="constant", learning_rate=0.1, labelled_share=0,
+        tmp_path, drawn.method, rows, drawn.teacher, max_steps=-1, num_train_epochs=drawn.epochs,
+        gradient_accumulation_steps=drawn.parts, per_device_train_batch_size=drawn.size,
+        optim="sgd", max_grad_norm=drawn.clip, lr_scheduler_type="constant", learning_rate=0.1,
+        labelled_share=0, dataloader_drop_last=drawn.drops, save_strategy="no",
     )  # fmt: skip
     run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
     set_dropout(run.distiller)
     expected = copy.deepcopy(run.distiller)
     run.train()
-    for part in (slice(12), slice(12, 20)):
+    for step, logged in zip(drawn.steps(), run.state.log_history, strict=False):
         expected.zero_grad()
-        out = expected(**{name: x[part] for name, x in data.items()})
+        out = expected(**{name: x[step] for name, x in drawn.data.items()})
         out.loss.backward()
+        learned = [p for p in expected.parameters() if p.grad is not None]
+        if drawn.clip:
+            torch.nn.utils.clip_grad_norm_(learned, drawn.clip)
         with torch.no_grad():
-            for p in expected.parameters():
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
+            for p in learned:
+                p -= 0.1 * p.grad
+        for name, value in out.terms.items():
+            assert logged[name] == pytest.approx(float(value), rel=1e-3, abs=1e-5), (
+                vars(drawn),
+                name,
+            )
     for p, found in zip(expected.parameters(), run.distiller.parameters(), strict=True):
-        rtol = 1e-5 if alike else 1e-4
-        torch.testing.assert_close(found.detach(), p.detach(), atol=1e-6, rtol=rtol)
-    assert alike or run.distiller.method.label_share is not None
-    logged, name = run.state.log_history[1], "total" if alike else "task"
-    assert logged["loss" if alike else name] == pytest.approx(float(out.terms[name]), rel=1e-4)
+        atol = 1e-6 + 1e-4 * p.detach().abs().max()
+        assert (found - p).abs().max() <= atol, vars(drawn)
 
 
 def arguments(directory, **options):
