@@ -236,23 +236,16 @@ def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
     heads = ("measure", "model", "layer", "other_model", "other_layer", "value")
     rows: list[tuple] = []
     for measure in report["measures"]:
-        panels = list(_panels(report, names, measure))
+        # (rows' model, columns' model, matrix): each model alone, then against the first.
+        alone = {name: report if name == "model" else report[name] for name in names}
+        panels = [(name, name, found[measure]) for name, found in alone.items()]
+        students = (name for name in names if name != "model")
+        panels += [("model", name, report[name]["to_model"][measure]) for name in students]
         for a, b, values in panels:
             for i, row in enumerate(values):
                 rows += ((measure, a, i, b, j, value) for j, value in enumerate(row))
         _draw(out / f"{measure}.png", measure, panels)
     write_file(out / "layers.csv", csv_text(dict(zip(heads, row, strict=True)) for row in rows))
-
-
-def _panels(
-    report: dict[str, Any], names: Sequence[str], measure: str
-) -> Iterator[tuple[str, str, list[list[float]]]]:
-    """(rows' model, columns' model, matrix): each model alone, then against the first."""
-    for name in names:
-        yield name, name, (report if name == "model" else report[name])[measure]
-    for name in names:
-        if name != "model":
-            yield "model", name, report[name]["to_model"][measure]
 
 
 def _draw(path: Path, measure: str, panels: list) -> None:

@@ -79,7 +79,12 @@ def write(config: Config, console: Console) -> None:
         processes.on_first_process(lambda: check_room(run, models))
         _fill(run, models)
         if config.export is not None:
-            _export(run, models, config.export)
+            _, own = run.sets.all.shared(run.sets.collate, size, device)
+            with processes.errors_on_all(), saving(config.export, KEPT):
+                found = map(models.distiller.read, own)
+                write_rows(
+                    rows_of(TeacherCache(out), found, models.distiller.method), config.export
+                )
         processes.on_first_process(lambda: _complete(run, models, judged.scores))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -118,14 +123,6 @@ def _fill(run: Run, models: Models) -> None:
                 option = "--top-k:"
             what = "--out" if path else option
             raise InputError(f"{what} {error}") from error
-
-
-def _export(run: Run, models: Models, folder: Path) -> None:
-    """Write this process's share of the stored top k in the form of --export."""
-    _, own = run.sets.all.shared(run.sets.collate, run.config.batch_size, run.computation.device)
-    with processes.errors_on_all(), saving(folder, KEPT):
-        cache, distiller = TeacherCache(run.config.out), models.distiller
-        write_rows(rows_of(cache, map(distiller.read, own), distiller.method), folder)
 
 
 def check_room(run: Run, models: Models) -> None:
@@ -185,11 +182,7 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
 
 
 def verify(config: Config, console: Console) -> bool:
-    """Run `fastkd verify`; returns whether all equivalent ways agree.
-
-    Raises:
-        InputError: an option cannot be used.
-    """
+    """Run `fastkd verify`; returns whether all equivalent ways agree."""
     with RichDisplay(console) as display:
         # No row is evaluated, but a corpus has some.
         evals = config.evals or config.train

@@ -14,12 +14,7 @@ from fastkd.train.saving import check_directory
 
 
 def run(settings: StudySettings, console: Console) -> None:
-    """Train the missing runs of a study, then write the report of all that are finished.
-
-    Raises:
-        InputError: something in the study can't be used; raised before anything is trained.
-        RunFailed: a process died, and the report is without its runs.
-    """
+    """Train the missing runs of a study, then write the report of all that are finished."""
     study = grid.read(settings)
     number, together = leave_launcher()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -69,11 +69,7 @@ def plan(grid: Grid, seconds: dict[Arm, float], limit: float) -> Search | None:
 
 
 def searched(runs: GridRuns, hours: float, jobs: int) -> GridRuns:
-    """The runs that fit into ``hours`` after a search; their grid notes what was searched.
-
-    Raises:
-        RunFailed: a process of the search died.
-    """
+    """The runs that fit into ``hours`` after a search; their grid notes what was searched."""
     grid, say = runs.grid, runs.display.say
     arms = arms_of(grid)
     say(f"--budget {hours:g}: timing a step of {len(arms)} arms")

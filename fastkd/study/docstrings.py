@@ -108,9 +108,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         todo.extend(x for x in ast.iter_child_nodes(node) if not isinstance(x, ast.expr))
 
 
-def load_docstrings(
-    train_rows: int = 350, eval_rows: int = 60, root: Path | None = None
-) -> list[list[Row]]:
+def load_docstrings(train_rows: int, eval_rows: int, root: Path | None = None) -> list[list[Row]]:
     """Training and held-out docstrings, at most ``train_rows`` and ``eval_rows`` of each area.
 
     Every text occurs once, and a class with its methods is either trained on or held out. Areas
@@ -131,9 +129,7 @@ def load_docstrings(
     return [sorted(rows, key=lambda row: _hash(row["text"])) for rows in each]
 
 
-def load_pairs(
-    train_rows: int = 350, eval_rows: int = 60, root: Path | None = None
-) -> list[list[Row]]:
+def load_pairs(train_rows: int, eval_rows: int, root: Path | None = None) -> list[list[Row]]:
     """Training and held-out pairs of docstrings, at most that many of each grade.
 
     The label is what both texts share: 4 a class, 3 a module, 2 a package, 1 an area, 0 nothing. A

@@ -251,11 +251,7 @@ def _written(settings: StudySettings) -> Path:
 
 
 def read(settings: StudySettings) -> Grid:
-    """The grid of a file, or of the command's options alone, which override those of the file.
-
-    Raises:
-        InputError: an invalid field or option; the message names it.
-    """
+    """The grid of a file, or of the command's options alone, which override those of the file."""
     return make(*_content(settings), settings)
 
 

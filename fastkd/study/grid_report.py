@@ -29,6 +29,7 @@ from fastkd.study.statistics import (
     Summary,
     empty_classes,
     summarize,
+    with_deviation,
 )
 from fastkd.train.errors import InputError
 from fastkd.train.saving import MANIFEST, csv_text, read_manifest, write_file, write_json
@@ -311,7 +312,8 @@ def scores(grid: Grid, best: Results) -> Table:
             if (x := [statistics.fmean(v) for k, v in of[task].items() if k in counted[task]])
         ]
         whole = len(means) == len(tasks) and means
-        cells = [_cell(of[task].get(metric, []), name != "teacher") for task, metric in columns]
+        each = (of[task].get(metric, []) for task, metric in columns)
+        cells = [with_deviation(values, deviation=name != "teacher") for values in each]
         rows.append([name, *cells, f"{statistics.fmean(means):.4f}" if whole else ""])
     return rows
 
@@ -321,13 +323,6 @@ def averaged(result: Mapping[str, Any]) -> list[str]:
     names, lower = [*result["scores"]], result["lower_is_better"]
     names = [name for name in names if (name in lower) == (names[0] in lower)]
     return [x for x in names if x.endswith(tuple(result.get("tests", ())))] or names
-
-
-def _cell(values: list[float], spread: bool) -> str:
-    if not values:
-        return ""
-    deviation = f" ± {statistics.stdev(values):.4f}" if spread and len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4f}{deviation}"
 
 
 def _blocks(

@@ -25,6 +25,7 @@ from fastkd.study.statistics import (
     holm,
     paired_difference,
     verdict,
+    with_deviation,
 )
 from fastkd.train.options import fits
 
@@ -99,18 +100,14 @@ def beside(grid: Grid, summaries: Sequence[Summary], results: Results) -> dict[s
     for row, printed in paper["rows"].items():
         cells = [row]
         for cell, spec in zip(printed, paper["columns"].values(), strict=True):
-            cells += [str(cell), _shown(ours.values(row, spec))] if spec else [str(cell)]
+            cells += (
+                [str(cell), with_deviation([*ours.values(row, spec).values()], ".2f")]
+                if spec
+                else [str(cell)]
+            )
         table.append(cells)
     order = [x for name in paper["columns"] for x in _sentences(ours, summaries, name)]
     return {"title": paper["title"], "columns": headings, "rows": table, "order": order}
-
-
-def _shown(values: Mapping[int, float]) -> str:
-    if not values:
-        return ""
-    many = [*values.values()]
-    deviation = f" ± {statistics.stdev(many):.2f}" if len(many) > 1 else ""
-    return f"{statistics.fmean(many):.2f}{deviation}"
 
 
 def _sentences(ours: Ours, summaries: Sequence[Summary], name: str) -> list[str]:

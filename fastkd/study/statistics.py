@@ -9,6 +9,7 @@ bootstrap resamples the rows of the same runs. A difference is beyond noise if i
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,14 @@ def paired_difference(differences: Sequence[float], step: float = 0.0) -> Differ
     low, high = map(float, stats.t.interval(LEVEL, count - 1, mean, error))
     p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
     return Difference(mean, low, high, p, variance < least)
+
+
+def with_deviation(values: Sequence[float], form: str = ".4f", deviation: bool = True) -> str:
+    """Mean and standard deviation as text; empty without values."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{form}}"
+    return f"{mean} ± {statistics.stdev(values):{form}}" if deviation and values[1:] else mean
 
 
 def holm(p: Sequence[float]) -> list[float]:

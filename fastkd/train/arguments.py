@@ -157,11 +157,7 @@ PASSED = (
 
 
 def read_trainer_args(given: Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of TrainingArguments from --trainer-args: a file, or a dictionary in Python.
-
-    Raises:
-        InputError: it cannot be read, or holds a name or a value that cannot be passed on.
-    """
+    """Fields of TrainingArguments from --trainer-args: a file, or a dictionary in Python."""
     found: Any = given
     option = f"--trainer-args {given}" if isinstance(given, Path) else "--trainer-args"
     if isinstance(given, Path):

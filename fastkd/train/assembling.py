@@ -372,31 +372,26 @@ def layers_of(
     return layers
 
 
-def _teachers_config(config: Config, teacher: Any, name: str) -> Any:
-    """Configuration of a teacher, with which that of the student ``name`` is compared."""
-    if config.teacher_cache is not None:
-        return cached_config(config, config.teacher_cache)
-    live = teacher.live.values() if isinstance(teacher, ByRow) else [teacher]
-    found = next((model.config for model in live if hasattr(model, "config")), None)
-    return found or models.load("--student", name, AutoConfig, config.trust_remote_code)
-
-
 def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> PreTrainedModel:
     """The student ``name``, checked against the teacher's configuration."""
-    theirs, task, tokenizer = _teachers_config(config, teacher, name), data.task, data.tokenizer
+    task, tokenizer = data.task, data.tokenizer
+    live = teacher.live.values() if isinstance(teacher, ByRow) else [teacher]
+    theirs = next((model.config for model in live if hasattr(model, "config")), None)
+    if config.teacher_cache is not None:
+        theirs = cached_config(config, config.teacher_cache)
     # A student of a cache reads the tokens of the student in the cache.
     own_tokens = data.teacher_tokenizer is not None and config.teacher_cache is None
     remote = config.trust_remote_code
     found = models.load("--student", name, AutoConfig, remote)
-    known = found.vocab_size
+    known, others = found.vocab_size, (theirs or found).vocab_size
     if own_tokens and len(tokenizer) > known:
         raise InputError(
             f"--student {name}: its tokenizer has {len(tokenizer)} tokens, its vocabulary {known}"
         )
     # Heads of language models are padded to unlike sizes.
     unlike = task.two_tokenizers != "spans" or len(tokenizer) > known
-    if not own_tokens and known != theirs.vocab_size and unlike:
-        raise InputError(f"--student {name}: {other_vocabulary(known, theirs.vocab_size)}")
+    if not own_tokens and known != others and unlike:
+        raise InputError(f"--student {name}: {other_vocabulary(known, others)}")
     if not own_tokens:
         models.check_same_tokens("--student", name, tokenizer, remote)
     classes = task.names or []

@@ -438,11 +438,7 @@ class Config(DataOptions):
     def of(
         cls, given: Mapping[str, Any] | None = None, command: str = "distill", **options: Any
     ) -> "Config":
-        """The ``given`` ``options``, above those of a paper's recipe, above the defaults.
-
-        Raises:
-            InputError: an option is out of its bounds, or options exclude each other.
-        """
+        """The ``given`` ``options``, above those of a paper's recipe, above the defaults."""
         options = {**(given or {}), **options}
         known = [field.name for field in fields(cls)]
         for name in options.keys() - {*known}:

@@ -274,8 +274,8 @@ def judge_teachers(
     if config.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(config, data, models.teacher, display))
         models = assemble(config, data, Display(), models.teacher, selected)
-    if cache is not None and _can_cache(run, models):
-        outputs = _cache(run, models, cache)
+    outputs = None if cache is None else _cached(run, models, cache)
+    if outputs is not None:
         models = assemble(config, data, Display(), models.teacher, models.selected, outputs)
     # Teacher layers that the student was initialised from; None if it was not.
     own = config.student is not None or config.student_weights == "random"
@@ -299,19 +299,19 @@ def judge_teachers(
     return models, report, warnings
 
 
-def _can_cache(run: Training, models: Models) -> bool:
-    """Whether a cache has all that the method reads in a training."""
+def _cached(run: Training, models: Models, folder: Path) -> TeacherCache | None:
+    """The teacher's outputs on all training rows, of which missing ones are computed.
+
+    None if a method reads more in a training than a cache has.
+    """
     config, method = run.config, models.distiller.method
     alone = world_size() == 1 and not config.shard and not config.on_policy
     draws = hasattr(run.sets.collate, "for_epoch")  # inputs of its own in each epoch
-    reads = method.uses_teacher and method.prepared and not teacher_request(method)["inside"]
-    return alone and not draws and reads and models.teacher_model is not None
-
-
-def _cache(run: Training, models: Models, folder: Path) -> TeacherCache:
-    """The teacher's outputs on all training rows; only missing ones are computed."""
-    request = json.dumps(teacher_request(models.distiller.method))
-    parts = (fingerprint_of(models.teacher), request, run.config.precision)
+    request = teacher_request(method)
+    reads = method.uses_teacher and method.prepared and not request["inside"]
+    if not alone or draws or not reads or models.teacher_model is None:
+        return None
+    parts = (fingerprint_of(models.teacher), json.dumps(request), config.precision)
     path = folder / fingerprint(map(str.encode, parts))
     path.mkdir(parents=True, exist_ok=True)
     rows, device = run.sets.all, run.computation.device

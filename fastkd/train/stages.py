@@ -60,11 +60,7 @@ class Stage:
 
 
 def read(config: Config) -> list[Stage]:
-    """The stages in the file --stages.
-
-    Raises:
-        InputError: the file has an invalid entry; the message names its stage and key.
-    """
+    """The stages in the file --stages."""
     path = config.stages
     assert path is not None
     found = dict(read_options_file(path))

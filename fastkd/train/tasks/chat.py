@@ -1,5 +1,6 @@
 """Conversations: the next message of the assistant."""
 
+import functools
 import itertools
 import json
 import math
@@ -117,8 +118,9 @@ class Chat(Decoder):
             checked = checked[: answers[-1] + 1]
             if not checked[-1]["content"].strip() and CALLS not in checked[-1]:
                 raise InputError(f"{where}: message {len(checked)}, the answer, is empty")
-        texts, tools = [_json(message) for message in checked], tools_of(record, where)
-        return {"text": texts, TOOLS: _json(tools) if tools else ""}
+        write = functools.partial(json.dumps, ensure_ascii=False)
+        tools = tools_of(record, where)
+        return {"text": [*map(write, checked)], TOOLS: write(tools) if tools else ""}
 
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], None]:
@@ -241,10 +243,6 @@ class Chat(Decoder):
             elif prompted and self.predicting and last["role"] == ASSISTANT and thought_of(last):
                 messages[-1]["content"] += WORD  # the answer may be empty
             yield Conversation(messages, json.loads(tools or "[]"), where, thinks, prompted)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _thoughts(rows: Rows) -> int:

@@ -34,8 +34,6 @@ from fastkd.train.tasks.regression import Regression
 
 # Values that spreadsheets and data frames write for a missing label.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
-# Standard deviations above the mean that one in twenty random orders exceeds in agreement.
-CHANCE = 1.645
 
 
 @dataclass(frozen=True)
@@ -312,12 +310,10 @@ def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str
         return None
     if np.ptp(answers) == 0:
         return f"are all {names[answers[0]]!r}"
-    # Accuracy above that of randomly permuted answers, in standard deviations.
+    # Accuracy above that of randomly permuted answers.
     rows, classes = len(labels), len(names)
-    given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
-    mean = given * true / rows
-    # Counts on the diagonal of a table with these margins: multivariate hypergeometric.
-    variance = (mean * (rows - given) * (rows - true)).sum() / rows + mean.sum() ** 2
-    variance = (variance - (mean**2).sum()) / (rows - 1)
-    better = ((answers == labels).sum() - mean.sum()) / np.sqrt(variance) > CHANCE
+    given, true = (np.bincount(x, minlength=classes) / rows for x in (answers, labels))
+    right, chance = int((answers == labels).sum()), float(given @ true)
+    stats: Any = require("scipy.stats", "train")
+    better = stats.binomtest(right, rows, chance, alternative="greater").pvalue < 0.05
     return None if better else "are no better than chance"

@@ -87,7 +87,7 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
     """
     first: tuple[int, int] | None = None  # row and columns of the first word
     numbered = files.text_lines(path, option)
-    for between, group in itertools.groupby(numbered, lambda line: _separates(line[1])):
+    for between, group in itertools.groupby(numbered, _separates):
         sentence = list(group)
         tabs = any("\t" in line for _, line in sentence)
         # A no-break space belongs to its word.
@@ -115,9 +115,9 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
         yield lines[0][0], row
 
 
-def _separates(line: str) -> bool:
+def _separates(numbered: tuple[int, str]) -> bool:
     """Whether a line is between sentences."""
-    return not line.strip(BLANKS) or line.startswith("-DOCSTART-")
+    return not numbered[1].strip(BLANKS) or numbered[1].startswith("-DOCSTART-")
 
 
 def _comment(line: str, tabs: bool) -> bool:
