@@ -6,7 +6,7 @@ from pathlib import Path
 from fastkd.train import tasks
 from fastkd.train.config import MAX_LENGTH, ColumnOptions, device, precision, remote_code, seed
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.glue_server import TASKS
+from fastkd.train.glue import TASKS
 from fastkd.train.options import Checked, data_option, option, set_flags
 
 # Those of `fastkd.analysis`, which needs torch.

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from fastkd.cli.command_settings import AnswerSettings, EvaluateSettings, PredictSettings
 from fastkd.cli.display import say, stderr_display
-from fastkd.train import glue_server
+from fastkd.train import glue
 from fastkd.train.data import empty_column, read_hub
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.processes import Computation
 from fastkd.train.progress import format_scores
 from fastkd.train.saving import check_new_file, csv_text, tsv_line, write_file, write_json
@@ -62,9 +61,9 @@ def predict(settings: PredictSettings, console: Console) -> None:
         assert settings.out is not None
         check_new_file(settings.out, settings.overwrite)
         folders = [Path(name) for name in settings.glue_zip.split(",")]
-        filled = glue_server.pack(folders, settings.out)
+        filled = glue.pack(folders, settings.out)
         note = f"; constant answers for {', '.join(filled)}" if filled else ""
-        say(console, f"{settings.out}: {len(glue_server.FILES)} files for the GLUE server{note}")
+        say(console, f"{settings.out}: {len(glue.FILES)} files for the GLUE server{note}")
         return
     if settings.glue is not None:
         _for_glue(settings, console)
@@ -100,7 +99,7 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
     """Write the GLUE server's file of each test set of --task; every row gets an answer."""
     assert settings.glue is not None and settings.task is not None
     task = "mnli" if settings.task == "ax" else settings.task
-    sets = glue_server.sets_of(settings.task, settings.data)
+    sets = glue.sets_of(settings.task, settings.data)
     targets = {name: settings.glue / f"{name}.tsv" for name in sets}
     for target in targets.values():
         check_new_file(target, settings.overwrite)
@@ -108,9 +107,9 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
     settings.glue.mkdir(parents=True, exist_ok=True)
     for name, path in sets.items():
         if path is None:
-            columns = dataclasses.replace(GLUE_TASKS[task].hub, label=None)
-            split, config = glue_server.FILES[name].split, settings.task
-            rows = read_hub(HUB, config, split, columns, "--task", type(model.task))
+            columns = dataclasses.replace(glue.GLUE_TASKS[task].hub, label=None)
+            split, config = glue.FILES[name].split, settings.task
+            rows = read_hub(glue.HUB, config, split, columns, "--task", type(model.task))
         else:
             rows = model.read(path, settings.columns, task, labelled=False)
         model.task, prepared, *_ = model.task.prepare(rows, labelled=False)
@@ -119,9 +118,9 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
         if "value" in found[0]:
             content: list[str | float] = [float(row["value"]) for row in found]
         else:
-            labels = glue_server.server_labels(name, model.task.names or [])
+            labels = glue.server_labels(name, model.task.names or [])
             content = [labels[row["label"]] for row in found]
-        write_file(targets[name], glue_server.table(content))
+        write_file(targets[name], glue.table(content))
         say(console, f"{len(found)} rows: {targets[name]}")
 
 

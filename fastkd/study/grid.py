@@ -41,8 +41,7 @@ from fastkd.train.config import (
     option_values,
 )
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.glue_server import FILES
+from fastkd.train.glue import FILES, GLUE_TASKS
 from fastkd.train.options import (
     check_name,
     check_tables,

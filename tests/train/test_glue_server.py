@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from fastkd.train import glue_server
+from fastkd.train import glue
 from tests.support.tiny import make_teacher, run
 
 # Names, numbers of rows and labels of the server, as its page and sample submission have them.
@@ -87,16 +87,16 @@ def models(tmp_path_factory):
 
 def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
     """Of few rows: the server's counts are those that `pack` and the checker compare."""
-    lines = glue_server.table([-0.25, 2.5, 6.0]).split()[2:]
+    lines = glue.table([-0.25, 2.5, 6.0]).split()[2:]
     assert lines == ["0", "0.000000", "1", "2.500000", "2", "5.000000"]
     few = {name: max(3, n % 7) for name, (n, _) in SERVER.items()}
-    for name, of in glue_server.FILES.items():
+    for name, of in glue.FILES.items():
         assert of.rows == SERVER[f"{name}.tsv"][0]
-        small = glue_server.TestSet(**{**vars(of), "rows": few[f"{name}.tsv"]})
-        monkeypatch.setitem(glue_server.FILES, name, small)
+        small = glue.TestSet(**{**vars(of), "rows": few[f"{name}.tsv"]})
+        monkeypatch.setitem(glue.FILES, name, small)
         monkeypatch.setitem(SERVER, f"{name}.tsv", (few[f"{name}.tsv"], SERVER[f"{name}.tsv"][1]))
     for task in FOLDERS:
-        sets = [f"{n}.tsv" for n, of in glue_server.FILES.items() if of.task == task]
+        sets = [f"{n}.tsv" for n, of in glue.FILES.items() if of.task == task]
         write_tests(tmp_path / task, task, [few[name] for name in sets])
         model = models / ("mnli" if task == "ax" else task)
         out = run("predict", model=model, task=task, data=tmp_path / task, glue=tmp_path / "out",
