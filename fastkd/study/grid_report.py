@@ -196,7 +196,7 @@ def headline(grid: Grid, summaries: list[Summary]) -> str:
 
 
 def findings(summary: Summary) -> str:
-    """Sentences that summarise a table: teacher, warnings, and differences beyond noise."""
+    """Sentences on a table: teacher, rows, warnings and failed runs."""
     count = summary.example["rows"]
     text = (
         f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count.get('train', 0)} "
@@ -205,16 +205,9 @@ def findings(summary: Summary) -> str:
     text += "".join(f" {warning}" for warning in warnings_of(summary))
     if failed := sum(row.failed for row in summary.rows):
         text += f" Failed runs: {failed}, left out of the means; runs.csv has the reasons."
-    verdicts = {row.verdict for row in summary.rows if row.difference is not None}
-    if verdicts <= {UNKNOWN}:
-        return f"{text} No verdicts yet: no variant has two seeds in common with the baseline."
-    above, below = (
-        ", ".join(row.variant for row in summary.rows if row.verdict == verdict) or "none"
-        for verdict in (ABOVE, BELOW)
-    )
-    if summary.lower_is_better:
-        return f"{text} Below the baseline beyond noise: {below}. Above it beyond noise: {above}."
-    return f"{text} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
+    if {row.verdict for row in summary.rows if row.difference is not None} <= {UNKNOWN}:
+        text += " No verdicts yet: no variant has two seeds in common with the baseline."
+    return text
 
 
 def _metric(summary: Summary) -> str:

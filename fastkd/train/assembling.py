@@ -376,7 +376,7 @@ def _student_from_path(config: Config, data: Data, teacher: Any, name: str) -> P
     """The student ``name``, checked against the teacher's configuration."""
     task, tokenizer = data.task, data.tokenizer
     live = teacher.live.values() if isinstance(teacher, ByRow) else [teacher]
-    theirs = next((model.config for model in live if hasattr(model, "config")), None)
+    theirs: Any = next((model.config for model in live if hasattr(model, "config")), None)
     if config.teacher_cache is not None:
         theirs = cached_config(config, config.teacher_cache)
     # A student of a cache reads the tokens of the student in the cache.

@@ -428,8 +428,8 @@ def test_pictures_and_tables_of_a_metric_to_minimise(monkeypatch):
     assert rows["lower"].difference.mean == pytest.approx(-4.8)
     assert rows["lower"].rows_interval is None
     assert rows["lower"].recovered.mean == pytest.approx(4.8 / 8.6, abs=0.01)
-    text = grid_report.findings(summary)
-    assert "Below the baseline beyond noise: lower. Above it beyond noise: higher." in text
+    text = "lower is better than labels on t; higher is worse than labels on t."
+    assert grid_report.headline(made, summaries) == f"Beyond noise: {text}"
     assert "below (better)" in grid_report.cells(rows["lower"])
     monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
     (ax,) = grid_report._forest(made, summaries, results).axes
