@@ -54,21 +54,14 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     console.print(table)
     seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
     sizes = report["parameters"]
-    faster = ""
-    if "teacher" in batch:
-        times = batch["teacher"] / batch["student"]
-        faster = f"{compared(times, 'faster', 'slower', 'as fast')} and "
-    than = report.get("stored_teacher", "the teacher is known by its log-probabilities")
-    if "served_teacher" in report:
-        than = f"the teacher is in a server: {report['served_teacher']}"
-    if "teachers" in report:
-        than = f"{len(report['teachers'])} teachers, each for its rows"
     if "teacher" in sizes:
-        smaller = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
-        than = f"the student is {faster}{smaller}"
+        said = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
+        if "teacher" in batch:
+            times = batch["teacher"] / batch["student"]
+            said = f"{compared(times, 'faster', 'slower', 'as fast')} and {said}"
+        say(console, f"the student is {said}")
     say(
         console,
-        f"{than}\n"
         f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",

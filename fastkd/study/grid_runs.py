@@ -146,7 +146,6 @@ def measured(trained: Trained) -> dict[str, Any]:
         "predictions": task.short_answers(trained.judged.answers[""], rows),
         "references": references,
         "classes": names if one_class else [],
-        "warnings": trained.warnings,
         **similarities(run, trained.student),
     }
     if one_class and labels is not None:

@@ -90,12 +90,12 @@ def run_distillation(
         run, models = begin(config, data, display, out)
         if config.finetune_teacher:
             models = finetune_teacher(run, models)
-        models, report, warnings = judge_teachers(run, models, cache)
+        models, report = judge_teachers(run, models, cache)
         began = time.perf_counter()
         history = fit(run, models.distiller, out.student, run.sets.all, report, at_evaluations)
         # Of a resumed run a part was trained before.
         before = max(0.0, history[-1]["seconds"] - (time.perf_counter() - began))
-        report |= judge_best(run, models, report.get("teachers", {}), warnings, measure)
+        report |= judge_best(run, models, report.get("teachers", {}), measure)
         return publish(run, models, report, history, started - before)
 
 
@@ -263,14 +263,13 @@ def finetune_teacher(run: Training, models: Models) -> Models:
 
 def judge_teachers(
     run: Training, models: Models, cache: Path | None = None
-) -> tuple[Models, dict[str, Any], dict[str, str]]:
-    """The models to train with, the first part of the run's report, and warnings by model."""
+) -> tuple[Models, dict[str, Any]]:
+    """The models to train with, and the first part of the run's report."""
     config, data, out, display = run.config, run.data, run.out, run.display
     if config.shard:
         sharding.shard_distiller(models.distiller, run.computation.device)
     judged = judge_teacher(run, models)
-    warnings = {"teacher": judged.warning} if judged.warning else {}
-    by_teacher = judge_row_teachers(run, models, warnings) if data.row_teachers else {}
+    by_teacher = judge_row_teachers(run, models) if data.row_teachers else {}
     if config.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(config, data, models.teacher, display))
         models = assemble(config, data, Display(), models.teacher, selected)
@@ -291,12 +290,13 @@ def judge_teachers(
         **data.task.report(),
         "paired": data.corpus.train.paired,
         "teacher": judged.scores,
+        "warnings": {"teacher": judged.warning} if judged.warning else {},
         **({"teachers": by_teacher} if by_teacher else {}),
     }
     recipe = recipes.compared(config, models.distiller.method) if config.preset == "paper" else {}
     if recipe:
         report["recipe"] = recipe
-    return models, report, warnings
+    return models, report
 
 
 def _cached(run: Training, models: Models, folder: Path) -> TeacherCache | None:
@@ -337,10 +337,8 @@ def judge_teacher(run: Training, models: Models) -> Judged:
     return found
 
 
-def judge_row_teachers(
-    run: Training, models: Models, warnings: dict[str, str]
-) -> dict[str, dict[str, Any]]:
-    """For each teacher of --teachers its evaluation rows and scores; adds ``warnings`` by name."""
+def judge_row_teachers(run: Training, models: Models) -> dict[str, dict[str, Any]]:
+    """For each teacher of --teachers its evaluation rows and scores."""
     found = dict[str, dict[str, Any]]()
     for name, sets in rows_by_teacher(run, models.max_length).items():
         found[name] = {"rows": sum(map(len, sets.values()))}
@@ -348,8 +346,6 @@ def judge_row_teachers(
             judged = judge(run, models.row_teachers[name], sets, who=f"teacher {name}")
             _report_teacher(run, judged, f"--teachers {name}", f"teacher {name} on its rows")
             found[name]["teacher"] = judged.scores
-            if judged.warning:
-                warnings[f"teacher {name}"] = judged.warning
     return found
 
 
@@ -365,7 +361,6 @@ def judge_best(
     run: Training,
     models: Models,
     by_teacher: Mapping[str, dict[str, Any]],
-    warnings: dict[str, str],
     measure: Measure | None,
 ) -> dict[str, Any]:
     """Sizes, test scores and seconds per batch of the best student, read from its files."""
@@ -384,10 +379,7 @@ def judge_best(
         sharding.shard(best, device, trained=False)
     else:
         best.to(device)
-    judged = judge(run, best, who="student")
-    if judged.warning:
-        warnings["student"] = judged.warning
-    trained = Trained(run, models.teacher, best, judged, warnings)
+    trained = Trained(run, models.teacher, best, judge(run, best, who="student"))
     measured = None if measure is None else measure(trained)
     several = rows_by_teacher(run, models.max_length) if run.data.row_teachers else {}
     for name, sets in several.items():

@@ -54,8 +54,6 @@ class Trained:
     teacher: Any
     student: PreTrainedModel
     judged: Judged
-    #: Why the answers of a model look useless, by the model's name.
-    warnings: Mapping[str, str]
 
 
 def judge(
