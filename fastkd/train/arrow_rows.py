@@ -192,6 +192,7 @@ def stored(
     records: Callable[[], Iterator[dict[str, Any]]],
     parts: Iterable[str],
     columns: Mapping[str, Any],
+    classes: Sequence[str] | None = None,
 ) -> Rows:
     """Rows from ``records()``, cached under a hash of ``parts``, all that they depend on.
 
@@ -212,7 +213,7 @@ def stored(
         # The error of `records`, or of the writer.
         with writing(source):
             raise error.__cause__ or error from None
-    return Rows(source, data)
+    return Rows(source, data, None if classes is None else tuple(classes))
 
 
 def _features(kind: Any) -> Any:

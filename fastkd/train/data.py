@@ -59,9 +59,9 @@ def read_file(
 
     found = functools.partial(files.records, path, columns.header, option, every, task.readers)
     rows = functools.partial(_checked, found, columns, option, str(path), task, classes, every)
-    parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
-    read = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
-    return replace(read, classes=None if classes is None else tuple(classes))
+    kind, read = "".join(path.suffixes[-2:]), repr((columns, every))
+    parts = (file_fingerprint(path), kind, read, *code_fingerprints(task))
+    return stored(str(path), rows, parts, _stored(task, columns), classes)
 
 
 def _checked(
@@ -170,8 +170,7 @@ def read_hub(
         _checked, lambda: enumerate(data, 1), columns, option, source, task, classes, True
     )
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
-    found = stored(source, rows, parts, _stored(task, columns))
-    return replace(found, classes=None if classes is None else tuple(classes))
+    return stored(source, rows, parts, _stored(task, columns), classes)
 
 
 def load(config: Config, finished: Task | None = None) -> Corpus:

@@ -347,10 +347,6 @@ class Task:
 
     # Scores and predictions
 
-    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        """Forward pass; the returned object has the attributes `outputs`."""
-        return model(**batch)
-
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """Predictions of ``model`` for each row: here the logits, an array (rows, labels).
 

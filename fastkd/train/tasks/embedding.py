@@ -195,17 +195,13 @@ class Embedding(Task):
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The embeddings of a batch's texts, (B, D)."""
-        return self.forward(model, batch).sentence_embedding.cpu().numpy()
-
-    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         found = model(**accepted(model, batch))
         if hasattr(found, "sentence_embedding"):  # an ONNX file has pooled them
-            return found
+            return found.sentence_embedding.cpu().numpy()
         states = found.last_hidden_state.float()
         read = {"token_embeddings": states, "attention_mask": batch["attention_mask"]}
         embedded = self._pool(states.shape[-1])(read)["sentence_embedding"]
-        embedded = F.normalize(embedded, dim=-1) if self.normalized else embedded
-        return SimpleNamespace(sentence_embedding=embedded)
+        return (F.normalize(embedded, dim=-1) if self.normalized else embedded).cpu().numpy()
 
     def _pool(self, width: int) -> Any:
         modules: Any = require("sentence_transformers.sentence_transformer.modules", EXTRA)
