@@ -262,15 +262,29 @@ class GridRuns:
 
     def work(self) -> None:
         """Train runs until each is done or locked by another process."""
-        progress = Progress(self)
+        missing = [cell for cell in self.cells if not self.done(cell)]
+        total, most, began = len(self.cells), len(missing), time.perf_counter()
+        track = self.display.track("runs", total - most, total)
         gc.freeze()  # each run collects garbage twice; what is loaded already is none
         try:
-            self._take(progress)
+            for cell, result in self._trained():
+                missing = [each for each in missing if not self.done(each)]  # of all processes
+                done, spent = total - len(missing), time.perf_counter() - began
+                track.advance(done)
+                left = spent / max(1, most - len(missing)) * len(missing)
+                said = f"failed: {result['failed']}" if "failed" in result else (
+                    f"{format_scores(result['scores'])}  ({result['seconds']:.1f} s)"
+                )  # fmt: skip
+                self.display.say(
+                    f"{done}/{total}  {cell.task}  {cell.variant}  seed {cell.seed}:  {said}, "
+                    f"{clock(left)} left"
+                )
         finally:
             gc.unfreeze()
-            progress.track.stop()
+            track.stop()
 
-    def _take(self, progress: "Progress") -> None:
+    def _trained(self) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """Each run that this process trains, with its result."""
         parent = multiprocessing.parent_process()
         for cell in self.cells:
             if (parent is not None and not parent.is_alive()) or self.done(cell):
@@ -284,11 +298,9 @@ class GridRuns:
                     self.display.say(
                         f"{path} has changed since it was written; its run starts again"
                     )
-                options = self.options(cell)
-                progress.begin()
-                result = self._run(cell, options)
+                result = self._run(cell, self.options(cell))
                 write_result(path, result)
-                progress.report(cell, result)
+                yield cell, result
 
     def _run(self, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
         """Run `fastkd distill` with the ``options`` of a cell; its result."""
@@ -464,33 +476,3 @@ class Bars(Display):
 
     def track(self, title: str, first: int, total: int) -> Track:
         return self.display.track(self.title, first, total)
-
-
-class Progress:
-    """Count of completed runs over all processes, and the estimated remaining time."""
-
-    def __init__(self, runs: GridRuns):
-        self.runs, self.total = runs, len(runs.cells)
-        self.missing = [cell for cell in runs.cells if not runs.done(cell)]
-        self.most, self.began = len(self.missing), 0.0
-        self.track = runs.display.track("runs", self.total - self.most, self.total)
-
-    def begin(self) -> None:
-        """Start the clock, at the first run."""
-        self.began = self.began or time.perf_counter()
-
-    def report(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        """Print the result of a run and the remaining time."""
-        self.missing = [cell for cell in self.missing if not self.runs.done(cell)]
-        missing = len(self.missing)
-        left = (time.perf_counter() - self.began) / max(1, self.most - missing) * missing
-        self.track.advance(self.total - missing)
-        told = (
-            f"failed: {result['failed']}"
-            if "failed" in result
-            else (f"{format_scores(result['scores'])}  ({result['seconds']:.1f} s)")
-        )
-        self.runs.display.say(
-            f"{self.total - missing}/{self.total}  {cell.task}  {cell.variant}  seed {cell.seed}:  "
-            f"{told}, {clock(left)} left"
-        )

@@ -48,30 +48,24 @@ def value_of(column: Any, columns: Mapping[str, Any], read: Callable[[str], Any]
     return found if fits(found, float) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Ours:
-    """Scores of a study in the units of its paper; ``results`` by variant, task and seed."""
+def values_of(grid: Grid, results: Results, row: str, column: Any) -> dict[int, float]:
+    """Values of a column by seed: of a variant, or of the teacher of all or some variants.
 
-    grid: Grid
-    results: Results
-
-    def values(self, row: str, column: Any) -> dict[int, float]:
-        """Values of a column by seed: of a variant, or of the teacher of all or some variants."""
-        name, _, part = row.partition(", ")
-        who = TEACHER if name == TEACHER else "student"
-        named = [v for v in self.grid.variants if not part or part in v.split(", ")]
-        variants = named[:1] if who == TEACHER else [row]
-        columns = {} if self.grid.paper is None else self.grid.paper["columns"]
-        found = {}
-        for seed in self.grid.seeds:
-            by_task = {
-                t: self.results.get((v, t, seed), {}) for v in variants for t in self.grid.tasks
-            }
-            done = {task: run for task, run in by_task.items() if "scores" in run}
-            value = value_of(column, columns, functools.partial(_score, done, who))
-            if value is not None:
-                found[seed] = value
-        return found
+    ``results`` are by variant, task and seed.
+    """
+    name, _, part = row.partition(", ")
+    who = TEACHER if name == TEACHER else "student"
+    named = [v for v in grid.variants if not part or part in v.split(", ")]
+    variants = named[:1] if who == TEACHER else [row]
+    columns = {} if grid.paper is None else grid.paper["columns"]
+    found = {}
+    for seed in grid.seeds:
+        by_task = {t: results.get((v, t, seed), {}) for v in variants for t in grid.tasks}
+        done = {task: run for task, run in by_task.items() if "scores" in run}
+        value = value_of(column, columns, functools.partial(_score, done, who))
+        if value is not None:
+            found[seed] = value
+    return found
 
 
 def _score(results: Mapping[str, Any], who: str, spec: str) -> float | None:
@@ -92,7 +86,7 @@ def beside(grid: Grid, summaries: Sequence[Summary], results: Results) -> dict[s
     if grid.paper is None:
         return None
     paper = rows_of(grid.paper, grid.variants, grid.baseline, grid.teacher)
-    ours = Ours(dataclasses.replace(grid, paper=paper), results)
+    grid = dataclasses.replace(grid, paper=paper)
     headings = [""]
     for name, spec in paper["columns"].items():
         headings += [f"paper: {name}", f"ours: {name}"] if spec else [f"paper: {name}"]
@@ -100,30 +94,29 @@ def beside(grid: Grid, summaries: Sequence[Summary], results: Results) -> dict[s
     for row, printed in paper["rows"].items():
         cells = [row]
         for cell, spec in zip(printed, paper["columns"].values(), strict=True):
-            cells += (
-                [str(cell), with_deviation([*ours.values(row, spec).values()], ".2f")]
-                if spec
-                else [str(cell)]
-            )
+            cells.append(str(cell))
+            if spec:
+                values = values_of(grid, results, row, spec).values()
+                cells.append(with_deviation([*values], ".2f"))
         table.append(cells)
-    order = [x for name in paper["columns"] for x in _sentences(ours, summaries, name)]
+    order = [x for name in paper["columns"] for x in _sentences(grid, results, summaries, name)]
     return {"title": paper["title"], "columns": headings, "rows": table, "order": order}
 
 
-def _sentences(ours: Ours, summaries: Sequence[Summary], name: str) -> list[str]:
+def _sentences(grid: Grid, results: Results, summaries: Sequence[Summary], name: str) -> list[str]:
     """For each variant: its side of the baseline in a column of the paper, and here."""
-    grid, paper = ours.grid, ours.grid.paper
+    paper = grid.paper
     assert paper is not None
     number, spec = [*paper["columns"]].index(name), paper["columns"][name]
     cells = {row: printed[number] for row, printed in paper["rows"].items()}
     cells = {row: cell for row, cell in cells.items() if spec and fits(cell, float)}
     differences, bases = {}, {variant: _base(grid, variant) for variant in grid.variants}
     for variant, base in bases.items():
-        one, other = ours.values(variant, spec), ours.values(base, spec)
+        one, other = (values_of(grid, results, x, spec) for x in (variant, base))
         shared = sorted(one.keys() & other.keys())
         if variant != base and {variant, base} <= cells.keys() and shared:
             gaps = [one[seed] - other[seed] for seed in shared]
-            differences[variant] = paired_difference(gaps, _step(ours, spec))
+            differences[variant] = paired_difference(gaps, _step(results, spec))
     corrected = holm([found.p for found in differences.values()])
     lines = []
     for (variant, found), p in zip(differences.items(), corrected, strict=True):
@@ -153,12 +146,12 @@ def _base(grid: Grid, variant: str) -> str:
     return near if near in grid.variants and near != variant else grid.baseline
 
 
-def _step(ours: Ours, spec: Any) -> float:
+def _step(results: Results, spec: Any) -> float:
     """Change of a score by one row, if it counts rows."""
     if isinstance(spec, list):
         return 0.0
     task, _, metric = spec.partition(" ")
-    runs = (run for (_, at, _), run in ours.results.items() if at == task and "scores" in run)
+    runs = (run for (_, at, _), run in results.items() if at == task and "scores" in run)
     rows = len(next(runs, {}).get("references", ()))
     return 100 / rows if rows and metric.removesuffix("_mm") in COUNTED else 0.0
 

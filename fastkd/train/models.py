@@ -33,14 +33,6 @@ ROWS, CHARACTERS, BATCH = 1024, 4096, 32
 SHOWN = 8
 
 
-class Difference(NamedTuple):
-    """A row that two tokenizers read differently, and the tokens from the first other one."""
-
-    row: int
-    first: list[str]
-    second: list[str]
-
-
 def sample(corpus: Corpus) -> tuple[list[int], list[str]]:
     """Numbers and beginnings of texts of the first training rows."""
     train = corpus.train
@@ -59,19 +51,19 @@ def sample(corpus: Corpus) -> tuple[list[int], list[str]]:
 
 def difference(
     first: Any, second: Any, rows: tuple[list[int], list[str]], special: bool = True
-) -> Difference | None:
-    """The first of ``rows`` with other ids; ``special``: special tokens around a text count."""
+) -> tuple[int, list[str], list[str]] | None:
+    """The first of ``rows`` that two tokenizers read differently, and both readings from there.
+
+    ``special``: special tokens around a text count.
+    """
     both = (_ids(each, rows[1], special) for each in (first, second))
     for number, ids, others in zip(rows[0], *both, strict=True):
         if ids != others:
             pairs = enumerate(itertools.zip_longest(ids, others))
             at = next(i for i, (one, other) in pairs if one != other)
             part = slice(max(0, at - 1), at - 1 + SHOWN)
-            return Difference(
-                number,
-                first.convert_ids_to_tokens(ids[part]),
-                second.convert_ids_to_tokens(others[part]),
-            )
+            tokens = first.convert_ids_to_tokens(ids[part])
+            return number, tokens, second.convert_ids_to_tokens(others[part])
     return None
 
 
@@ -174,9 +166,10 @@ def load_tokenizers(config: Config, corpus: Corpus, display: Display) -> tuple[A
         if found is None and len(read) > load(option, name, AutoConfig, remote).vocab_size:
             read = own  # without the teacher's further tokens
         if found is not None:
+            row, here, there = found
             display.say(
-                f"warning: {whose} tokenizer reads row {found.row} as ... {' '.join(found.first)}, "
-                f"that of {option} {name} as ... {' '.join(found.second)}"
+                f"warning: {whose} tokenizer reads row {row} as ... {' '.join(here)}, that of "
+                f"{option} {name} as ... {' '.join(there)}"
             )
     return read, None
 
