@@ -46,7 +46,7 @@ from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.run_directory import fingerprint_of, rows_of
 from fastkd.train.saving import find_damage, read_json, write_json
-from fastkd.train.scoring import Trained, seconds_a_batch
+from fastkd.train.scoring import Judged, Run, seconds_a_batch
 
 filelock: Any = require("filelock", "train")
 
@@ -135,24 +135,6 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def measured(trained: Trained) -> dict[str, Any]:
-    """Predictions of the best student, the right ones, and the similarities of its layers."""
-    run, corpus = trained.run, trained.run.data.corpus
-    rows, task = run.sets.evals[""], corpus.task
-    labels, names = corpus.train.labels, corpus.names
-    references = task.references(rows)
-    one_class = names is not None and bool(references) and isinstance(references[0], int)
-    found: dict[str, Any] = {
-        "predictions": task.short_answers(trained.judged.answers[""], rows),
-        "references": references,
-        "classes": names if one_class else [],
-        **similarities(run, trained.student),
-    }
-    if one_class and labels is not None:
-        found["training_rows"] = np.bincount(labels, minlength=len(names or [])).tolist()
-    return found
-
-
 class GridRuns:
     """All runs of a grid in the directory ``out``."""
 
@@ -207,12 +189,26 @@ class GridRuns:
                         data.few_labels(corpus, config.labelled, config.seed)
             seen |= new
 
-    def _measured(self, trained: Trained) -> dict[str, Any]:
-        """`measured`, and both models' speed if the paper's table has it."""
-        found = measured(trained)
+    def _measured(self, run: Run, teacher: Any, student: Any, judged: Judged) -> dict[str, Any]:
+        """Predictions of the best student, the right ones, and the similarities of its layers.
+
+        Both models' speed, if the paper's table has it.
+        """
+        corpus, rows = run.data.corpus, run.sets.evals[""]
+        labels, names = corpus.train.labels, corpus.names or []
+        references = corpus.task.references(rows)
+        one_class = bool(names and references) and isinstance(references[0], int)
+        found: dict[str, Any] = {
+            "predictions": corpus.task.short_answers(judged.answers[""], rows),
+            "references": references,
+            "classes": names if one_class else [],
+            **similarities(run, student),
+        }
+        if one_class and labels is not None:
+            found["training_rows"] = np.bincount(labels, minlength=len(names)).tolist()
         columns = str(self.grid.paper["columns"]) if self.grid.paper else ""
         if any(name in columns for name in TIMED_MODELS):
-            seconds = seconds_a_batch(trained.run, trained.student, trained.teacher)
+            seconds = seconds_a_batch(run, student, teacher)
             of_teacher = seconds.get("teacher", math.nan)
             faster = {who: of_teacher / each for who, each in seconds.items()}
             found |= {"seconds_a_batch": seconds, "speedup": faster}

@@ -49,12 +49,12 @@ from fastkd.train.run_directory import (
     rows_of,
 )
 from fastkd.train.saving import locked, read_manifest, saving, update_manifest
-from fastkd.train.scoring import Judged, Trained, judge, rows_by_teacher, seconds_a_batch, sizes_of
+from fastkd.train.scoring import Judged, Run, judge, rows_by_teacher, seconds_a_batch, sizes_of
 from fastkd.train.tasks.base import reorder_classes
 
 filelock: Any = require("filelock", "train")
-#: Measurements of a run's best student, by name.
-Measure = Callable[[Trained], dict[str, Any]]
+#: Measurements of a run's teacher and best student, by name.
+Measure = Callable[[Run, Any, Any, Judged], dict[str, Any]]
 
 
 def run_distillation(
@@ -379,8 +379,8 @@ def judge_best(
         sharding.shard(best, device, trained=False)
     else:
         best.to(device)
-    trained = Trained(run, models.teacher, best, judge(run, best, who="student"))
-    measured = None if measure is None else measure(trained)
+    judged = judge(run, best, who="student")
+    measured = None if measure is None else measure(run, models.teacher, best, judged)
     several = rows_by_teacher(run, models.max_length) if run.data.row_teachers else {}
     for name, sets in several.items():
         scores = by_teacher[name]["student"] = judge(run, best, sets).scores

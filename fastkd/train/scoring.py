@@ -46,16 +46,6 @@ class Judged:
     warning: str | None = None
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The best student of a run and its teacher, for measurements of one's own."""
-
-    run: Run
-    teacher: Any
-    student: PreTrainedModel
-    judged: Judged
-
-
 def judge(
     run: Run,
     model: nn.Module,
