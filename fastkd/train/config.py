@@ -457,7 +457,9 @@ class Config(DataOptions):
             return config
         if config.preset == "paper":
             entries = recipes.entries_of(config, given)
-            config = replace(config, **{n: e.value for n, e in entries.items() if n not in given})
+            config = replace(
+                config, **{n: e["value"] for n, e in entries.items() if n not in given}
+            )
         check_data(config)
         check_models(config)
         if command == "distill":

@@ -8,7 +8,6 @@ places and grids of hyper-parameters, whose values are those of ``method_by_name
 preset="paper")``. The paper is silent about the options in ``open``.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,15 +23,6 @@ CHANGES = ("labelled", "max_train_rows", "unlabelled", "lora", "teacher_lora", "
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 
 
-@dataclasses.dataclass(frozen=True)
-class Printed:
-    """A value that a paper prints, its section or table, and the grid that was searched."""
-
-    value: Any = None
-    place: str = ""
-    grid: tuple[Any, ...] = ()
-
-
 @functools.cache
 def recipe_named(name: str) -> Mapping[str, Any]:
     """Content of a paper's file."""
@@ -45,7 +35,7 @@ def recipe_of(config: Any) -> Mapping[str, Any]:
     return recipe_named(name) if config.preset == "paper" and name in RECIPES else {}
 
 
-def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Printed]:
+def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Mapping[str, Any]]:
     """What the recipe sets in ``config``, by field, unless an option excludes it.
 
     ``given``: fields that the user set.
@@ -56,8 +46,8 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Printed]:
     pairs = config.text_pair_column if config.glue is None else config.glue.hub.pair
     keys = file_keys(config)
 
-    def read(table: Mapping[str, Any]) -> dict[str, Printed]:
-        return {keys[key]: Printed(**entry) for key, entry in table.items()}
+    def read(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        return {keys[key]: entry for key, entry in table.items()}
 
     found = read({**recipe["training"], **recipe.get("tasks", {}).get(config.glue_name, {})})
     if pairs is None:
@@ -67,12 +57,11 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Printed]:
     if config.finetune_teacher:
         found |= read(recipe.get("teacher", {}))
     if "warmup_epochs" in recipe:
-        warmup = Printed(**recipe["warmup_epochs"])
-        epochs = found["num_train_epochs"].value
+        warmup, epochs = recipe["warmup_epochs"], found["num_train_epochs"]["value"]
         if "num_train_epochs" in given:
             epochs = config.num_train_epochs
-        place = f"{warmup.place}, {warmup.value} of {epochs:g} epochs"
-        found["warmup"] = Printed(min(1.0, warmup.value / epochs), place)
+        place = f"{warmup['place']}, {warmup['value']} of {epochs:g} epochs"
+        found["warmup"] = {"value": min(1.0, warmup["value"] / epochs), "place": place}
     return found
 
 
@@ -90,9 +79,10 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"paper": recipe["title"], "set": {}, "given": {}, "open": {}}
     entries = entries_of(config, ["num_train_epochs"])
     if config.training_steps is not None:
-        epochs = entries.pop("num_train_epochs", Printed(0))
-        place = f"{epochs.place}, instead of {epochs.value:g} epochs" if epochs.value else ""
-        entries["training_steps"] = Printed(place=place)
+        epochs, place = entries.pop("num_train_epochs", None), ""
+        if epochs:
+            place = f"{epochs['place']}, instead of {epochs['value']:g} epochs"
+        entries["training_steps"] = {"place": place}
     makes: tuple[str, ...] = MAKES  # which make another student than the paper's
     # A stage has the student of the stage before.
     places = [*Path(config.student or "").parents][1:2]
@@ -101,26 +91,26 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
         makes = ()
     for name in (*makes, *CHANGES):
         if name not in entries and values[options[name].key] != options[name].default:
-            entries[name] = Printed()
+            entries[name] = {}
     for name, entry in entries.items():
         key = options[name].key
-        kind = "set" if values[key] == entry.value else "given"
+        kind = "set" if values[key] == entry.get("value") else "given"
         found[kind][key] = _entry(values[key], entry)
     if config.recipe in (None, config.method):
         hyperparameters = method.hyperparameters()
         for name, entry in recipe["loss"].items():
             kind = "given" if name in config.options else "set"
-            found[kind][name] = _entry(hyperparameters[name], Printed(**entry))
+            found[kind][name] = _entry(hyperparameters[name], entry)
     found["open"] = {name: values[name] for name in recipe["open"]}
     return found
 
 
-def _entry(value: Any, entry: Printed) -> dict[str, Any]:
-    found = {"value": value, "place": entry.place}
-    if entry.grid:
-        found["grid"] = list(entry.grid)
-    if entry.value not in (None, value):
-        found["paper"] = entry.value
+def _entry(value: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"value": value, "place": entry.get("place", "")}
+    if entry.get("grid"):
+        found["grid"] = list(entry["grid"])
+    if entry.get("value") not in (None, value):
+        found["paper"] = entry["value"]
     return found
 
 
