@@ -44,18 +44,15 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Mapping[str,
     if not recipe:
         return {}
     pairs = config.text_pair_column if config.glue is None else config.glue.hub.pair
-    keys = file_keys(config)
-
-    def read(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        return {keys[key]: entry for key, entry in table.items()}
-
-    found = read({**recipe["training"], **recipe.get("tasks", {}).get(config.glue_name, {})})
+    tables = [recipe["training"], recipe.get("tasks", {}).get(config.glue_name, {})]
     if pairs is None:
-        found |= read(recipe.get("single_text", {}))
+        tables.append(recipe.get("single_text", {}))
     if config.teacher_cache is None and given.isdisjoint(MAKES):
-        found |= read(recipe["student"])
+        tables.append(recipe["student"])
     if config.finetune_teacher:
-        found |= read(recipe.get("teacher", {}))
+        tables.append(recipe.get("teacher", {}))
+    keys = file_keys(config)
+    found = {keys[key]: entry for table in tables for key, entry in table.items()}
     if "warmup_epochs" in recipe:
         warmup, epochs = recipe["warmup_epochs"], found["num_train_epochs"]["value"]
         if "num_train_epochs" in given:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import require
-from fastkd.train import tasks
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.data import Encoder, file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.files import Columns, check_file, check_separators, records
-from fastkd.train.glue import GLUE_TASKS
+from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.models import load_trained, longest
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
@@ -23,18 +22,20 @@ from fastkd.train.saving import read_manifest
 from fastkd.train.scoring import finite, predict
 from fastkd.train.tasks.base import Task
 
+NO_COLUMNS = Columns(label=None)
+
 
 @dataclass(frozen=True)
 class TrainingRecord:
     """Training options of a model, as far as its manifest is readable."""
 
-    columns: Columns
-    task: str | None
-    max_length: int | None
+    columns: Columns = NO_COLUMNS
+    glue: Glue | None = None
+    max_length: int | None = None
 
 
 def read_training_record(model: Path) -> TrainingRecord | None:
-    """The training record of a model that fastkd trained; its task only if that is GLUE's."""
+    """The training record of a model that fastkd trained."""
     settings = read_manifest(model).get("settings")
     if not isinstance(settings, dict):
         return None
@@ -45,7 +46,7 @@ def read_training_record(model: Path) -> TrainingRecord | None:
     length = settings.get("max_length")
     return TrainingRecord(
         Columns(text, pair, label),
-        next((name for name in (task, data) if name in GLUE_TASKS), None),
+        GLUE_TASKS.get(task or "", GLUE_TASKS.get(data or "")),
         length if isinstance(length, int) and length >= 4 else None,
     )
 
@@ -57,37 +58,32 @@ def columns_of(
     labelled: bool,
     model: str,
     training: TrainingRecord | None,
-    kind: type[Task] | None = None,
+    kind: type[Task],
 ) -> Columns:
     """Columns of --data: the requested ones, else those of the training if the file has them.
 
     Raises:
         InputError: the ``model`` was trained on pairs of texts, and the file has no second text.
     """
-    kind = kind or tasks.named(None)
     check_file(path, "--data", kind.readers, kind.folders)
-    if tasks.kind_of(task) is not None:
-        task = None
-    then = training or TrainingRecord(NO_COLUMNS, None, None)
-    before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
-    if (requested, task) == (NO_COLUMNS, None) and before.header:
+    glue, then = GLUE_TASKS.get(task or ""), training or TrainingRecord()
+    before = file_columns(then.columns, then.glue, path, kind, labelled)
+    if requested == NO_COLUMNS and glue is None and before.header:
         _, first = next(records(path, True, "--data", readers=kind.readers), (1, {}))
         texts = {before.text, before.pair} - {None}
-        lacks = texts - first.keys()
         # Where the texts are there, the label is missing, which the reader says.
-        if not lacks and (before.pair is not None or first.keys() >= {*before.labels_in(first)}):
+        if texts <= first.keys() and (
+            before.pair is not None or first.keys() >= {*before.labels_in(first)}
+        ):
             return before
         check_separators(first, str(path))
-    columns = file_columns(requested, GLUE_TASKS.get(task or ""), path, kind, labelled)
+    columns = file_columns(requested, glue, path, kind, labelled)
     if before.pair is not None and columns.pair is None:
         raise InputError(
             f"{model} was trained on pairs of texts; --text-pair-column says where the second is "
             f"in {path}"
         )
     return columns
-
-
-NO_COLUMNS = Columns(label=None)
 
 
 class TrainedModel:
