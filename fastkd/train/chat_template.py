@@ -75,10 +75,6 @@ class Conversation:
                 f"{self.where}: the tokenizer's chat template refuses it ({first_line(error)})"
             ) from error
 
-    def replaced(self, i: int, word: str = WORD) -> list[Message]:
-        """The messages with ``word`` in place of answer ``i``."""
-        return [*self.messages[:i], {"role": ASSISTANT, "content": word}, *self.messages[i + 1 :]]
-
     def ending(self, answer: Message) -> "Conversation":
         """The conversation with another last message."""
         return replace(self, messages=[*self.messages[:-1], answer])
@@ -211,16 +207,17 @@ def _place(talk: Conversation, i: int, text: str, tokenizer: Any) -> tuple[int, 
 
     An end of turn that is not that of a last answer is left out.
     """
-    replaced = talk.replaced(i)
+    word = {"role": ASSISTANT, "content": WORD}
+    replaced = [*talk.messages[:i], word, *talk.messages[i + 1 :]]
     try:
         whole, part = (talk.render(tokenizer, some) for some in (replaced, replaced[: i + 1]))
     except InputError:  # results of tools need the calls that the word replaces
         whole = part = ""
-    before, word, after = whole.partition(WORD)
+    before, found, after = whole.partition(WORD)
     end = part.partition(WORD)[2]
     end = end if after.startswith(end) else ""
     around = text.startswith(before) and text.endswith(after)
-    if word and around and len(text) > len(before) + len(after):
+    if found and around and len(text) > len(before) + len(after):
         return len(before), len(text) - len(after) + len(end)
     # The answer has a thought where the template would write an empty one.
     before = _asked(talk, talk.messages[:i], tokenizer)

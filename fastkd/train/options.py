@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Option:
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    choices: Callable[[], Iterable[str]] | Iterable[str] = ()
+    choices: tuple[str, ...] = ()
     commands: tuple[str, ...] = ("distill", "cache", "verify")
     saved: bool = True
     joined: bool = False
@@ -65,9 +65,10 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
-        known = list(self.choices() if callable(self.choices) else self.choices)
-        if known and value not in known:
-            raise InputError(f"{self.flag} {value!r} is not an option; {nearest(value, known)}")
+        if self.choices and value not in self.choices:
+            raise InputError(
+                f"{self.flag} {value!r} is not an option; {nearest(value, self.choices)}"
+            )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         if isinstance(value, int) and abs(value) >= 2**63:
