@@ -93,7 +93,7 @@ PROBLEMS = {
 class Training:
     """Rows, a method and Trainer's arguments, drawn from a seed."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, processes=1):
         draw, _ = random.Random(seed), torch.manual_seed(seed)
         self.kind = draw.choice([*PROBLEMS, "words", "text alone"])
         self.size, self.parts, self.epochs = (
@@ -102,7 +102,10 @@ class Training:
             draw.randint(1, 2),
         )
         self.drops, self.clip = draw.random() < 0.3, draw.choice([0.0, 0.05])
+        self.processes = processes
         n = draw.randint(max(self.size, 4), 18)
+        if processes > 1:  # elsewhere rows are repeated
+            n = draw.randint(1, 3) * self.size * processes
         self.data = data = batch(rows=n)
         known, places = torch.rand(n) < draw.choice([0.3, 1.0]), torch.arange(10)
         if self.kind in PROBLEMS:
@@ -123,7 +126,7 @@ class Training:
         if self.kind == "text alone":
             del data["labels"]
             methods = [SoftTargets(alpha=1.0)]
-        elif self.parts == 1:  # of one batch's samples
+        elif self.parts == processes == 1:  # of one batch's samples
             methods.append(FCD(task_weight=0.5))
         self.method = draw.choice(methods)
 
@@ -131,43 +134,66 @@ class Training:
         """Rows of each step: of ``parts`` batches, or of fewer at the end of an epoch."""
         rows = torch.arange(len(self.data["input_ids"])).split(self.size)
         rows = [x for x in rows if len(x) == self.size or not self.drops]
-        parts = [rows[i : i + self.parts] for i in range(0, len(rows), self.parts)]
+        together = self.parts * self.processes
+        parts = [rows[i : i + together] for i in range(0, len(rows), together)]
         return [torch.cat(x) for x in parts] * self.epochs
+
+    def trainer(self, directory):
+        rows = split(self.data)
+        run = trainer(
+            directory, self.method, rows, self.teacher, max_steps=-1, num_train_epochs=self.epochs,
+            gradient_accumulation_steps=self.parts, per_device_train_batch_size=self.size,
+            optim="sgd", max_grad_norm=self.clip, lr_scheduler_type="constant", learning_rate=0.1,
+            labelled_share=0, dataloader_drop_last=self.drops, save_strategy="no",
+        )  # fmt: skip
+        run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+        set_dropout(run.distiller)
+        return run
+
+    def check(self, distiller, weights, history):
+        """Compare weights and logged terms with those of a loop over all rows of each step."""
+        for step, logged in zip(self.steps(), history, strict=False):
+            distiller.zero_grad()
+            out = distiller(**{name: x[step] for name, x in self.data.items()})
+            out.loss.backward()
+            learned = [p for p in distiller.parameters() if p.grad is not None]
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(learned, self.clip)
+            with torch.no_grad():
+                for p in learned:
+                    p -= 0.1 * p.grad
+            for name, value in out.terms.items():
+                wanted = pytest.approx(float(value), rel=1e-3, abs=1e-5)
+                assert logged[name] == wanted, (vars(self), name)
+        for p, found in zip(distiller.parameters(), weights, strict=True):
+            atol = 1e-6 + 1e-4 * p.detach().abs().max()
+            assert (found - p).abs().max() <= atol, vars(self)
 
 
 @pytest.mark.parametrize("number", range(16))
 def test_random_steps_are_those_of_all_their_rows(tmp_path, number):
     """Whatever parts they come in, and however few of the rows have labels."""
     drawn = Training(FIRST + number)
-    rows = split(drawn.data)
-    run = trainer(
-        tmp_path, drawn.method, rows, drawn.teacher, max_steps=-1, num_train_epochs=drawn.epochs,
-        gradient_accumulation_steps=drawn.parts, per_device_train_batch_size=drawn.size,
-        optim="sgd", max_grad_norm=drawn.clip, lr_scheduler_type="constant", learning_rate=0.1,
-        labelled_share=0, dataloader_drop_last=drawn.drops, save_strategy="no",
-    )  # fmt: skip
-    run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
-    set_dropout(run.distiller)
+    run = drawn.trainer(tmp_path)
     expected = copy.deepcopy(run.distiller)
     run.train()
-    for step, logged in zip(drawn.steps(), run.state.log_history, strict=False):
-        expected.zero_grad()
-        out = expected(**{name: x[step] for name, x in drawn.data.items()})
-        out.loss.backward()
-        learned = [p for p in expected.parameters() if p.grad is not None]
-        if drawn.clip:
-            torch.nn.utils.clip_grad_norm_(learned, drawn.clip)
-        with torch.no_grad():
-            for p in learned:
-                p -= 0.1 * p.grad
-        for name, value in out.terms.items():
-            assert logged[name] == pytest.approx(float(value), rel=1e-3, abs=1e-5), (
-                vars(drawn),
-                name,
-            )
-    for p, found in zip(expected.parameters(), run.distiller.parameters(), strict=True):
-        atol = 1e-6 + 1e-4 * p.detach().abs().max()
-        assert (found - p).abs().max() <= atol, vars(drawn)
+    drawn.check(expected, [*run.distiller.parameters()], run.state.log_history)
+
+
+def trained_in_two(rank, directory, seeds):
+    runs = [Training(seed, 2).trainer(f"{directory}/{seed}") for seed in seeds]
+    for run in runs:
+        run.train()
+    return [([p.detach() for p in x.distiller.parameters()], x.state.log_history) for x in runs]
+
+
+def test_random_steps_of_two_processes_are_those_of_all_rows(tmp_path):
+    seeds = range(FIRST, FIRST + 6)
+    (*first,), (*second,) = run_ranks(trained_in_two, 2, tmp_path / "ranks", str(tmp_path), seeds)
+    for seed, (weights, history), (others, _) in zip(seeds, first, second, strict=True):
+        drawn = Training(seed, 2)
+        assert all(map(torch.equal, weights, others))
+        drawn.check(drawn.trainer(tmp_path / "alone").distiller, weights, history)
 
 
 def arguments(directory, **options):
