@@ -213,7 +213,7 @@ class DistillationTrainer(Trainer):
         self.distiller.method.label_share = label_share
         if self.accumulate == 1:
             return super().training_step(model, inputs, *args)
-        rows = count_rows(inputs)
+        rows = len(next(iter(inputs.values())))
         if self.args.world_size > 1:  # the same number of micro-batches in all processes
             rows = int(self.accelerator.gather(torch.tensor([rows], device=self.args.device)).min())
         self._num_parts = max(1, min(self.accumulate, rows))
@@ -304,20 +304,13 @@ class DistillationTrainer(Trainer):
             shares = self._label_shares(batches, device)
             batches = [{**x, LABEL_SHARE: share} for x, share in zip(batches, shares, strict=True)]
         if len(batches) > 1:
-            shares = self._row_shares(batches, device)
+            rows = torch.tensor([count_rows(x) for x in batches], device=device)
+            everywhere = (
+                self.accelerator.gather(rows[None]) if self.args.world_size > 1 else rows[None]
+            )
+            shares = row_shares(rows, everywhere, self.distiller.gather).tolist()
             batches = [{**x, SHARE: share} for x, share in zip(batches, shares, strict=True)]
         return batches, items
-
-    def _row_shares(self, batches: list[dict[str, Any]], device: torch.device) -> list[float]:
-        """Weight of each batch's mean loss: its share of the step's rows, times their number."""
-        ranks = self.args.world_size
-        rows = torch.tensor(
-            [count_rows(x) if x.get(SHARE, 1.0) else 0 for x in batches], device=device
-        )
-        everywhere = self.accelerator.gather(rows[None]) if ranks > 1 else rows[None]
-        own = everywhere.sum(0) if self.distiller.gather else rows * ranks
-        shares: list[float] = (own * len(batches) / everywhere.sum().clamp(min=1)).tolist()
-        return shares
 
     def _label_shares(self, batches: list[dict[str, Any]], device: torch.device) -> Sequence[Any]:
         """Scale of each batch's label loss: its share of the step's labels, times their number.
@@ -455,7 +448,19 @@ def _stored(checkpoint: str, name: str) -> Any:
 
 
 def count_rows(batch: dict[str, Any]) -> int:
-    return len(next(x for x in batch.values() if hasattr(x, "__len__")))
+    """Number of rows; 0 if they are those of another process."""
+    rows = len(next(x for x in batch.values() if hasattr(x, "__len__")))
+    return rows if batch.get(SHARE, 1.0) else 0
+
+
+def row_shares(rows: Tensor, everywhere: Tensor, gather: bool) -> Tensor:
+    """Weight of each batch's mean loss: its share of the step's rows, times the number of losses.
+
+    ``rows`` (batches) of this process, ``everywhere`` (processes, batches). With ``gather`` a loss
+    is that of the batch in all processes.
+    """
+    own = everywhere.sum(0) if gather else rows * len(everywhere)
+    return own * len(rows) / everywhere.sum().clamp(min=1)
 
 
 def count_labels(batch: dict[str, Any]) -> tuple[int, int]:
