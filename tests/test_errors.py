@@ -2,9 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import fastkd
 from fastkd._core.registry import LOSSES, inputs_of
@@ -54,24 +55,78 @@ def test_mistakes_of_the_rows(name):
         assert "\n" not in str(raised.value), words
 
 
-@pytest.mark.parametrize("name", [name for loss in LOSSES for name in loss.with_reference])
-def test_options_of_functions_are_checked(name):
-    """A word that is none of theirs, and a negative number."""
-    learning, given, options = inputs_of(name)
-    function = getattr(fastkd, name)
-    parameters = inspect.signature(function).parameters
-    for option in parameters.keys() - FREE - {"return_terms", "ignore_index"}:
-        if parameters[option].default is not inspect.Parameter.empty:
-            for wrong in ("typo", -5):
-                changed = options | {option: wrong}
-                found = error_of(lambda changed=changed: function(*learning, *given, **changed))
-                assert found is not None and option in found, (option, wrong)
+GARBAGE = (
+    None, "typo", -5, 2.5, float("nan"), 10**30, True, [], {}, object(), range(3), torch.float32,
+    torch.zeros(0), torch.zeros(2, 3), torch.zeros(2, 3, 4, 5).long(), torch.zeros(3).half(),
+    torch.zeros(2, 3).to(torch.complex64), torch.zeros(2, 3, device="meta"),
+    torch.zeros(2, 3).to_sparse(), torch.zeros(2, 3, requires_grad=True),
+)  # fmt: skip
+# Nothing that is no word and no number of theirs, nor a negative number, is accepted by chance.
+NEVER = "typo", -5
+X, Y, LABELS = torch.randn(4, 5, 6), torch.randn(4, 5, 7), torch.tensor([0, 1, 0, 1])
+NEEDED = {
+    "student_dim": 6, "teacher_dim": 7, "in_dim": 6, "out_dim": 7, "size": 5, "dim": 3,
+    "name": "js", "weight": torch.randn(9, 6), "labels": LABELS, "ids": torch.tensor([[1, 2]]),
+    "log_probs": torch.tensor([[0.5, 0.2]]).log(), "student_ids": torch.arange(3),
+    "teacher_ids": torch.arange(3), "student_size": 5, "teacher_size": 6,
+    "old_log_probs": torch.zeros(1, 2), "student": X, "teacher": Y, "student_logits": X,
+    "teacher_logits": X.sin(), "x": X, "features": torch.randn(4, 3),
+}  # fmt: skip
+SAME = {"teacher": X.cos()}  # of losses that need one width
+MAPS = {"student": torch.rand(2, 3, 4, 4), "teacher": torch.rand(2, 3, 4, 4)}
 
 
-def error_of(loss: Callable[[], object]) -> str | None:
+def calls() -> Iterator[tuple[str, Callable, dict]]:
+    """Every public function, class, and call of a Module, with arguments that are right."""
+    for name in (name for loss in LOSSES for name in loss.with_reference):
+        learning, given, options = inputs_of(name)
+        function = getattr(fastkd, name)
+        named = dict(zip(inspect.signature(function).parameters, (*learning, *given), strict=False))
+        yield name, function, named | options
+    for name, kind in vars(fastkd).items():
+        if name in fastkd.__all__ and inspect.isclass(kind):
+            given = {x: NEEDED[x] for x in needed(kind)}
+            given |= {"at_most": 2.0} if name == "ImportanceRatio" else {}
+            yield name, kind, given
+            if issubclass(kind, torch.nn.Module) and name != "IntraClassKNNLoss":
+                module = kind(**given)
+                call = getattr(module, "enqueue", module.forward)
+                given = {x: NEEDED[x] for x in needed(call)}
+                given |= {"HiddenStateLoss": SAME, "AttentionLoss": MAPS}.get(name, {})
+                yield f"{name}()", call, given
+
+
+def needed(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [x.name for x in parameters if x.kind == plain and x.default is x.empty]
+
+
+# Functions, and Modules whose options are checked as they are made.
+OPTIONS = {name for loss in LOSSES for name in (*loss.with_reference, *loss.modules)}
+CALLS = {name: (function, given) for name, function, given in calls()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_garbage_is_refused_in_one_sentence(name):
+    """One argument is of another kind; what is accepted by chance is no mistake."""
+    function, given = CALLS[name]
+    function(**given)
+    for option, parameter in inspect.signature(function).parameters.items():
+        flag = option in FREE or (name, option) == ("FCDLoss()", "return_terms")
+        for wrong in () if flag or parameter.kind == parameter.VAR_KEYWORD else GARBAGE:
+            found = error_of(lambda **x: function(**given | x), **{option: wrong})
+            words = (*given, option)
+            assert found is None or "\n" not in found, (option, wrong, found)
+            assert found is None or any(x in found for x in words), (option, wrong, found)
+            never = isinstance(wrong, str | int) and wrong in NEVER and name in OPTIONS
+            assert found or not never or option == "ignore_index", (option, wrong)
+
+
+def error_of(call: Callable[..., object], **given: object) -> str | None:
     """The sentence of a call that is refused."""
     try:
-        loss()
+        call(**given)
     except (ValueError, TypeError) as error:
         return str(error)
     return None
@@ -79,7 +134,7 @@ def error_of(loss: Callable[[], object]) -> str | None:
 
 SIZES = {"student_dim": 4, "teacher_dim": 6, "in_dim": 4, "out_dim": 6}
 # Options without a wrong value: flags, and a group of processes.
-FREE = {"gather", "group", "persistent", "scale_by_t2"}
+FREE = {"gather", "group", "persistent", "scale_by_t2", "orthogonal"}
 
 
 @pytest.mark.parametrize("name", [name for loss in LOSSES for name in loss.modules])

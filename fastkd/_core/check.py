@@ -200,12 +200,20 @@ def choice(name: str, value: str, choices: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+    words = ", ".join(map(repr, choices))
+    raise ValueError(f"{name} must be one of {words}, got {shown(value)}{hint}")
+
+
+def shown(value: object) -> str:
+    """``value`` in one line."""
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
 
 
 def integer(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an int of 64 bits, got {value}")
 
 
 def positive_int(name: str, value: int) -> None:
@@ -213,6 +221,18 @@ def positive_int(name: str, value: int) -> None:
     integer(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def sizes_to_project(student_dim: int | None, teacher_dim: int | None) -> None:
+    """Raise unless both are sizes, or None."""
+    dims = {"student_dim": student_dim, "teacher_dim": teacher_dim}
+    for name, dim in dims.items():
+        if dim is not None:
+            positive_int(name, dim)
+    if (student_dim is None) != (teacher_dim is None):
+        raise ValueError(
+            f"student_dim is {student_dim} and teacher_dim {teacher_dim}; pass both or neither"
+        )
 
 
 def number(

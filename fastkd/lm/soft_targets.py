@@ -373,7 +373,7 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
         denominator = denominator.item()
     check.number("denominator", denominator, above=0)
     # Not torch.full, for which the compiler makes a graph for every number.
-    return torch.ones((), dtype=working_dtype(like), device=like.device) * denominator
+    return torch.ones((), dtype=working_dtype(like), device=like.device) * float(denominator)
 
 
 @dataclass(frozen=True)
@@ -859,8 +859,9 @@ def _names_of_terms(
     """Names of the terms; raises for terms that the teacher or a match doesn't have."""
     if isinstance(return_terms, bool):
         return MAIN_TERMS if return_terms else ()
-    if isinstance(return_terms, str):
-        raise TypeError(f"return_terms must be a bool or a list of names, got {return_terms!r}")
+    if isinstance(return_terms, str) or not isinstance(return_terms, Sequence):
+        found = check.shown(return_terms)
+        raise TypeError(f"return_terms must be a bool or a list of names, got {found}")
     for name in return_terms:
         check.choice("return_terms", name, TERMS)
     of_teacher = set(return_terms) & set(TEACHER_TERMS)

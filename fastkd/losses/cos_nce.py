@@ -340,6 +340,11 @@ class CosNCELoss(LossModule, InGroup):
         pairs = check.layer_pairs(student, teacher)
         given: list[Tensor] | None = None
         if negatives is not None:
+            if not isinstance(negatives, (Tensor, list, tuple)):
+                raise TypeError(
+                    "negatives must be a Tensor, or a list of one for each layer, got "
+                    f"{type(negatives).__name__}"
+                )
             given = [negatives] if isinstance(negatives, Tensor) else list(negatives)
             if len(given) != len(pairs):
                 raise ValueError(

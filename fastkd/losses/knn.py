@@ -249,6 +249,7 @@ class IntraClassKNNLoss(LossModule, InGroup):
         super().__post_init__()
         self.projector = None
         sizes = self.student_dim, self.teacher_dim
+        check.sizes_to_project(*sizes)
         if sizes[0] is not None and sizes[1] is not None and sizes[0] != sizes[1]:
             # With a bias: the loss is a distance, and the two spaces may have different origins.
             self.projector = Projector(sizes[0], sizes[1])

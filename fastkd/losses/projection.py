@@ -456,7 +456,8 @@ class DualProjectionLoss(LossModule):
             )
         mask = check.mask(mask, student.shape[:-1], student.device)
         if teacher_mask is not None or mask is None:
-            teacher_mask = check.mask(teacher_mask, teacher.shape[:-1], teacher.device)
+            of_teacher = teacher.shape[:-1], teacher.device, "teacher_mask", "teacher"
+            teacher_mask = check.mask(teacher_mask, *of_teacher)
         elif teacher.shape[:-1] == student.shape[:-1]:
             teacher_mask = mask
         else:

@@ -82,7 +82,12 @@ class FeatureQueue(InGroup):
         super().__init__()
         check.positive_int("size", size)
         check.integer("ignore_index", ignore_index)
-        shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        shape = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+        for n in shape:
+            check.positive_int("dim", n)
+        for name, kind in (("dtype", dtype), ("label_dtype", label_dtype)):
+            if not isinstance(kind, torch.dtype):
+                raise TypeError(f"{name} must be a torch.dtype, got {type(kind).__name__}")
         self.size, self.ignore_index = size, ignore_index
         self.gather, self.group = gather, group
         if torch.tensor(ignore_index, device="cpu").to(label_dtype).item() != ignore_index:
