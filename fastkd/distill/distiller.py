@@ -175,10 +175,10 @@ class BatchReader:
             return own
         student, labels, _ = from_front(self.student, student, student.get("labels"))
         read = self.student.with_decoder_inputs(student, labels)
-        mask, _ = decoder_tokens(read, labels) or (None, None)
         targets = {"labels", "num_items", "loss_weights", *SPAN_LABELS}
-        read = {name: x for name, x in read.items() if name not in targets}
-        return read if mask is None else {**read, "decoder_attention_mask": mask.long()}
+        found = {name: x for name, x in read.items() if name not in targets}
+        # A decoder reads tokens without a label, which aren't compared.
+        return found if decoder_tokens(read, None) is None else {**found, "labels": labels}
 
     def count_items(self, inputs: Mapping[str, Any]) -> Tensor:
         batch = self._split(inputs)[0]

@@ -33,6 +33,7 @@ from transformers import BertTokenizer
 
 import fastkd
 from fastkd import TopK, VocabularyMatch, layer_norm_mse, relation_loss, soft_target_loss
+from fastkd.analysis import similarity
 from fastkd.distill import (
     FCD,
     LRCBERT,
@@ -143,6 +144,7 @@ class Step:
         self.per_token = self.head in OF_TOKENS
         self.draw_models()
         torch.manual_seed(seed)  # after models that are made once
+        self.chosen: list[int] = []  # layers that MC3KD chooses from data
         self.hand = METHODS[self.name](self)
         self.draw_texts()
         self.draw_layout()
@@ -537,6 +539,8 @@ class Step:
             options["tokenizers"] = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
         made = Distiller(teacher, self.student, self.hand.method, **options)
         made.set_progress(self.hand.progress)
+        if self.chosen:
+            made.prepare(self.batches)
         return made
 
     def taught(self, teachers: list[Any]) -> Any:
@@ -611,6 +615,20 @@ class Step:
                 runs = [self.run([t] * len(shifts), [None] * len(shifts)) for t in self.teachers]
             compared.each = [Compared(self, student, run) for run in runs]
         return compared
+
+    def choose_layers(self) -> str | None:
+        """Algorithm 1 of MC3KD: the layers that correlate least with the layer before them."""
+        with torch.no_grad():
+            run = self.run([self.teachers[0]] * len(self.texts), [None] * len(self.texts), own=True)
+        states = [x[run.mask] for x in run.hidden]
+        c = [float(similarity(x, y, "svcca")) for x, y in itertools.pairwise(states)]
+        order, method = sorted(range(3), key=c.__getitem__), self.hand.method
+        found = next(x for x in method.modules() if isinstance(x, MC3KD)).teacher_layers
+        expected = sorted(i + 1 for i in order[:2])
+        if c[order[2]] - c[order[1]] < 1e-3:  # rounding decides
+            expected = found
+        self.chosen[:] = expected
+        return None if found == expected else f"the layers are {found}, not {expected}: {c}"
 
     def total(self, shifts: list[Any]) -> tuple[Tensor, dict[str, Tensor], "Compared"]:
         compared = self.compared(shifts)
@@ -1000,8 +1018,11 @@ def lrc_bert(step: Step) -> Hand:
 def mc3kd(step: Step) -> Hand:
     alpha = None if step.head == "none" else step.pick(1.0, 0.0, 0.6)
     pool, ridge, top = step.pick("tokens", "cls", "mean"), step.pick(1e-1, 1e-2), step.pick(None, 3)
+    layers = layers_of(step)
+    if len(step.teachers) == 1 and step.chance(0.5):
+        layers, step.chosen = {"layers": None}, step.layers  # from data: `choose_layers`
     method = MC3KD(alpha=alpha, beta=0.1, memory=0, ridge=ridge, top_k=top, pool=pool,
-                   **layers_of(step), **softened(step))  # fmt: skip
+                   **layers, **softened(step))  # fmt: skip
 
     def term(c: Compared) -> Tensor:
         losses = []
@@ -1392,6 +1413,8 @@ def _wrong(step: Step, folder: str) -> str | None:
             live = step.distiller(teacher)
             caches.append(live.cache_teacher([rows], f"{folder}/{number}", top_k=step.top_k))
         distiller = step.distiller(step.taught(caches))
+    if step.chosen and (wrong := step.choose_layers()):
+        return wrong
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
     half = step.form == "autocast"

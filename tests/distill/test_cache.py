@@ -20,12 +20,11 @@ from fastkd.distill import (
     IntraClassKNN,
     SoftTargets,
     TeacherCache,
-    method_by_name,
     student_from_teacher,
 )
 from fastkd.distill.cache import sample_keys
 from fastkd.models.batch import MixedDocuments
-from tests.distill.models import BERT, batch, classifier, model, pair, recipe, split, step
+from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import decoders, documents, packed, padded
@@ -157,18 +156,6 @@ def test_keys_take_the_arguments_of_forward(how):
         assert distiller.sample_keys(placed) == distiller.sample_keys(data)
 
 
-def test_keys_of_rows_that_stay_padded_left():
-    """Also with a masked token between real ones."""
-    distiller, data = Distiller(*pair("xlnet"), SoftTargets()), batch(left=True)
-    data["attention_mask"][:, 5] = 0
-    rows = [{name: x[None] for name, x in row.items()} for row in split(data)]
-    for row in rows:
-        first = int(row["attention_mask"].argmax())
-        row |= {name: row[name][:, first:] for name in ("input_ids", "attention_mask")}
-    alone = [key for row in rows for key in distiller.sample_keys(row)]
-    assert alone == distiller.sample_keys(data)
-
-
 def test_an_interrupted_cache_is_completed(tmp_path):
     teacher, student = pair()
     distiller = Distiller(teacher, student, method_of("fcd"))
@@ -244,17 +231,6 @@ def test_a_changed_file_is_an_error(tmp_path, name):
     if name != "teacher.json":
         path.unlink()
         assert distiller.cache_teacher(data, tmp_path).digest == before
-
-
-def test_chosen_layers_are_stored(tmp_path):
-    teacher, student = pair()
-    live = Distiller(teacher, student, method_by_name("mc3kd"))
-    data = batches()
-    live.prepare(data)
-    live.cache_teacher(data, tmp_path)
-    cached = Distiller(TeacherCache(tmp_path), student, method_by_name("mc3kd"))
-    cached.prepare(data)
-    assert cached.method.teacher_layers == live.method.teacher_layers
 
 
 def begun_by(teacher, student, data, path):

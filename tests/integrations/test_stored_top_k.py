@@ -124,6 +124,8 @@ def test_wrong_files_are_one_sentence(teacher, tmp_path):
     student = student_from_teacher(teacher, [1])
     distiller = Distiller(TopKFiles(tmp_path), student, SoftTargets(temperature=1.0))
     raises(r"row 0 of the batch is not in .*\(3 rows\)", distiller, **batch(3), error=SourceError)
+    words = f"top_k: the source has top_k={K}, not {K + 1}"
+    raises(words, distiller.cache_teacher, [], tmp_path / "cache", top_k=K + 1)
     write([(found[0][0], TopK(found[0][1].ids[:, :2], found[0][1].log_probs[:, :2]))], tmp_path)
     raises("tokens a position, other files", TopKFiles, tmp_path)
     logits = tmp_path / "logits"
