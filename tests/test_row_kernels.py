@@ -3,6 +3,7 @@
 The files of the losses test values and gradients of all backends.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkd
 from fastkd._core import dispatch, extension
 from tests.losses import subjects
-from tests.support.compare import assert_accurate, relative_error, value_and_grad
+from tests.support.compare import assert_accurate, raises, relative_error, value_and_grad
 from tests.support.subject import D_S, D_T
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,26 +145,19 @@ def test_ranges_of_long_rows_on_any_number_of_threads(dtype, threads):
 
 
 @needs_extension
-def test_auto_chooses_cpp_on_the_cpu():
-    x = torch.ones(2, 3)
-    for name in dispatch.CPP_FUNCTIONS:
-        assert dispatch.why_not("cpp", name, x) is None
-    assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "cpp"
-    assert dispatch.backend_of("auto", "layer_norm_mse", x.to("meta"), columns=3) == "torch"
-    assert dispatch.backend_of("auto", "cayley", x) == "torch"
-
-
-@needs_extension
-def test_error_names_the_reason_that_cpp_can_not_run(monkeypatch):
-    x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"backend='cpp' can't run cayley: .* no C\+\+ kernel"):
-        dispatch.backend_of("cpp", "cayley", x)
-    with pytest.raises(ValueError, match=r"student is on meta, and C\+\+ kernels run on the CPU"):
-        dispatch.backend_of("cpp", "layer_norm_mse", x.to("meta"), columns=3)
-    monkeypatch.setattr(extension, "CPU", False)
-    with pytest.raises(ValueError, match="the extension is not built"):
-        dispatch.backend_of("cpp", "layer_norm_mse", x, columns=3)
-    assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "torch"
+def test_the_backend_of_the_cpu(monkeypatch):
+    x, choose = torch.ones(2, 3), functools.partial(dispatch.backend_of, columns=3)
+    assert all(dispatch.why_not("cpp", name, x) is None for name in dispatch.CPP_FUNCTIONS)
+    assert choose("auto", "layer_norm_mse", x) == "cpp"
+    for name, given, words in (
+        ("cayley", x, r"can't run cayley: .* no C\+\+ kernel"),
+        ("layer_norm_mse", x.to("meta"), r"student is on meta, and C\+\+ kernels run on the CPU"),
+        ("layer_norm_mse", x, "the extension is not built"),
+    ):
+        if "built" in words:
+            monkeypatch.setattr(extension, "CPU", False)
+        raises(f"backend='cpp' .*{words}", choose, "cpp", name, given)
+        assert choose("auto", name, given) == "torch"
 
 
 @pytest.mark.slow

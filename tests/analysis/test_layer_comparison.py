@@ -6,15 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import (
     AutoModel,
-    BartConfig,
-    BartForConditionalGeneration,
     BertForSequenceClassification,
     BertModel,
     DistilBertModel,
     FalconMambaConfig,
-    GPT2Config,
     GPT2Model,
-    LlamaModel,
     Mamba2Config,
     MambaConfig,
 )
@@ -36,6 +32,7 @@ from fastkd.study.grid_runs import PeakMemory
 from tests.distill.models import SMALL
 from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks
+from tests.distill.test_distiller import documents, packed
 from tests.support.compare import raises
 
 
@@ -166,128 +163,51 @@ def test_sentence_token_of_a_decoder_is_the_last():
     torch.testing.assert_close(found[-1], expected, rtol=1e-6, atol=1e-6)
 
 
-def packed(lengths=(4, 7, 3, 6, 5, 7), rows=2):
-    """Documents as one batch of packed rows, padded, and each as a batch of its own."""
-    documents = [torch.randint(1, 60, (1, length)) for length in lengths]
-    each = len(documents) // rows
-    size = max(sum(lengths[i : i + each]) for i in range(0, len(lengths), each)) + 2
-    batch = {
-        name: torch.zeros(rows, size, dtype=torch.long)
-        for name in ("input_ids", "attention_mask", "position_ids", "segments")
-    }
-    for row in range(rows):
-        start = 0
-        for number, ids in enumerate(documents[row * each : (row + 1) * each]):
-            end = start + ids.shape[1]
-            batch["input_ids"][row, start:end] = ids
-            batch["attention_mask"][row, start:end] = 1
-            batch["position_ids"][row, start:end] = torch.arange(end - start)
-            batch["segments"][row, start:end] = number
-            start = end
-    return batch, [{"input_ids": ids} for ids in documents]
-
-
-def padding_free(batch):
-    """The documents in one row, as DataCollatorWithFlattening returns them."""
-    real = batch["attention_mask"].bool()
-    positions = batch["position_ids"][real]
-    ends = (positions == 0).nonzero().flatten()
-    ends = torch.cat([ends, torch.tensor([len(positions)])]).int()
-    ids = {"input_ids": batch["input_ids"][real][None], "position_ids": positions[None]}
-    return {**ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-
-
-@pytest.mark.parametrize("family", [GPT2Model, LlamaModel])
-def test_documents_of_packed_rows_are_read_as_those_of_own_rows(family):
+@pytest.mark.parametrize("how", ["position_ids", "segments"])
+def test_documents_of_packed_rows_are_read_as_those_of_own_rows(how):
+    """Each document has a label. Other layouts, and similarities: tests/distill/draws.py."""
     torch.manual_seed(0)
-    model = model_of(family, "gpt2" if family is GPT2Model else "llama", 3).double()
-    batch, documents = packed()
-    without_segments = {name: x for name, x in batch.items() if name != "segments"}
-    batches = [batch, without_segments, padding_free(batch)]
-    labels = torch.tensor([0, 1, 0, 1, 1, 0])
-    for i, document in enumerate(documents):
-        document["labels"] = labels[i : i + 1]
-
-    def found(read):
-        return (
-            layer_similarity(model, read, ["svcca", "cka"], variance=0.9),
-            adjacent_layer_cca(model, read, variance=0.9),
-            rccc(svcca_matrix(model, read)),
-            cka_matrix(model, read, other=model),
-            layer_intra_class_similarity(model, [{**x, "labels": labels} for x in read])
-            if len(read) == 1
-            else layer_intra_class_similarity(model, read),
-        )
-
-    expected = found(documents)
-    for each in batches:
-        torch.testing.assert_close(found([each]), expected, rtol=1e-9, atol=1e-9)
-    whole = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    assert (cka_matrix(model, [whole]) - expected[0]["cka"]).abs().max() > 1e-3
+    model, labels = model_of(GPT2Model, "gpt2", 3).double(), torch.tensor([0, 1, 0, 1, 1])
+    texts = documents()
+    alone = [{"input_ids": x[None], "labels": y[None]} for x, y in zip(texts, labels, strict=True)]
+    batch = {**packed(texts, how, labels=False), "labels": labels}
+    found, expected = (layer_intra_class_similarity(model, x) for x in ([batch], alone))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_packed_rows_that_a_model_reads_as_one_document_are_refused():
-    batch, _ = packed()
-    with pytest.raises(MixedDocuments, match=r"which the model \(BertModel\) reads as one"):
-        svcca_matrix(bert(), [batch])
+    batch = packed(documents(), "segments", labels=False)
+    words = r"which the model \(BertModel\) reads as one"
+    raises(words, svcca_matrix, bert(), [batch], error=MixedDocuments)
     batch["labels"] = torch.zeros(2, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"got 2 for 6 samples \(packed documents"):
-        layer_intra_class_similarity(model_of(GPT2Model, "gpt2", 1), [batch])
+    gpt2, words = model_of(GPT2Model, "gpt2", 1), r"got 2 for 5 samples \(packed documents"
+    raises(words, layer_intra_class_similarity, gpt2, [batch])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MambaConfig(**SMALL, hidden_size=16, state_size=4, num_hidden_layers=2),
-        FalconMambaConfig(**SMALL, hidden_size=16, state_size=4, num_hidden_layers=2),
-        Mamba2Config(
-            **SMALL, hidden_size=16, state_size=4, num_heads=4, head_dim=8, n_groups=1,
-            num_hidden_layers=2,
-        ),
-        GPT2Config(**SMALL, n_embd=16, n_head=2, n_layer=2, n_positions=64),
-    ],
-    ids=lambda config: config.model_type,
-)  # fmt: skip
-def test_layer_0_is_the_input_of_the_first_block(config):
+MAMBA = {**SMALL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("kind, options", [
+    (MambaConfig, {}), (FalconMambaConfig, {}),
+    (Mamba2Config, {"num_heads": 4, "head_dim": 8, "n_groups": 1}),
+])  # fmt: skip
+def test_layer_0_is_the_input_of_the_first_block(kind, options):
     """transformers' hidden_states of Mamba begin with the output of block 1."""
     torch.manual_seed(0)
-    config.initializer_range = 0.2
-    model = AutoModel.from_config(config).eval()
-    blocks = model.layers if hasattr(model, "layers") else model.h
-    entered = []
-    handles = [
-        block.register_forward_pre_hook(lambda module, args, kwargs: entered.append(args[0]),
-                                        with_kwargs=True)
-        for block in blocks
-    ]  # fmt: skip
+    model, entered = AutoModel.from_config(kind(**MAMBA, **options)).eval(), []
+    for block in model.layers:
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: entered.append(args[0]), with_kwargs=True
+        )
     ids = torch.randint(1, 60, (8, 12))
     with torch.no_grad():
         last = model(input_ids=ids).last_hidden_state
-    for handle in handles:
-        handle.remove()
     layers = [x.flatten(0, 1) for x in (*entered, last)]
-    assert len(layers) == 3
     matrix = cka_matrix(model, [{"input_ids": ids}])
+    assert len(matrix) == 3
     for i, x in enumerate(layers):
         for j, y in enumerate(layers):
             torch.testing.assert_close(matrix[i, j], similarity(x, y, "cka"), rtol=0, atol=1e-6)
-
-
-def test_an_encoder_decoder_reads_the_labels_shifted_right():
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2}
-    model = BartForConditionalGeneration(
-        BartConfig(**SMALL, **sizes, decoder_attention_heads=2, encoder_ffn_dim=32,
-                   decoder_ffn_dim=32)
-    ).eval()  # fmt: skip
-    batch, labels = padded_batch(rows=8), torch.randint(3, 60, (8, 6))
-    labels[::2, 4:] = -100
-    with torch.no_grad():
-        states = model(**batch, labels=labels, output_hidden_states=True).decoder_hidden_states
-    real = [x[labels != -100] for x in states]
-    found = cka_matrix(model, [{**batch, "labels": labels}])
-    for i, x in enumerate(real):
-        torch.testing.assert_close(found[0, i], similarity(real[0], x, "cka"), rtol=0, atol=1e-6)
 
 
 def measured(ends, **options):

@@ -198,7 +198,7 @@ class Step:
             model.config.problem_type = TYPES.get(self.problem) if known else None
         # An own start of the positions, in models that read them.
         reads = other == self.family in ("bert", "gpt2") and self.head != "choices"
-        self.start = 3 if reads and self.chance(0.2) else None
+        self.start = self.pick(0, 3) if reads and self.chance(0.3) else None
         self.tuples = self.family == "bert" and self.chance(0.2)
         self.verbose = self.chance(0.15)
         for model in (self.student, *self.teachers):
@@ -664,34 +664,25 @@ def embeddings_of(model: Any, shift: Any) -> Iterator[None]:
             return shift[0]
         return out + shift
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with module.register_forward_hook(hook):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
 def projections_of(model: Any) -> Iterator[dict[str, list[Tensor]]]:
     """Context that collects queries, keys and values (1, N, width) of each block."""
     found: dict[str, list[Tensor]] = {}
-    handles = []
-    for name, module in model.named_modules():
-        block, _, last = name.rpartition(".")
-        if last != "c_attn" and all(last not in names for names in QKV):
-            continue
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            block, _, last = name.rpartition(".")
 
-        parts = 3 if last == "c_attn" else 1
+            def hook(_: Any, args: Any, out: Tensor, block: str = block, last: str = last) -> None:
+                parts = out.chunk(3, -1) if last == "c_attn" else [out]
+                found.setdefault(block, []).extend(parts)
 
-        def hook(_: Any, args: Any, out: Tensor, block: str = block, parts: int = parts) -> None:
-            found.setdefault(block, []).extend(out.chunk(parts, -1))
-
-        handles.append(module.register_forward_hook(hook))
-    try:
+            if last == "c_attn" or any(last in names for names in QKV):
+                hooks.enter_context(module.register_forward_hook(hook))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def halved(out: Any) -> Any:
@@ -1408,6 +1399,8 @@ def _wrong(step: Step, folder: str) -> str | None:
         alike = step.layout == "none" or step.family == "xlnet"
         rows = step.batch(0, len(step.texts), step.layout if alike else "right")
         rows.pop("teacher_id", None)
+        if step.start == 0:  # positions that a model counts by itself
+            del rows["position_ids"]
         caches = []
         for number, teacher in enumerate(teachers):
             live = step.distiller(teacher)
