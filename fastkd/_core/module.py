@@ -1,6 +1,5 @@
 """Base class of the losses' Modules."""
 
-import functools
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -18,6 +17,13 @@ class LossModule(nn.Module):
     """
 
     fixed: ClassVar[tuple[str, ...]] = ()
+    _words: ClassVar[dict[str, tuple[str, ...]]]  # of each option that takes nothing else
+
+    def __init_subclass__(cls) -> None:
+        """Read the fixed words once: Dynamo can't trace it when a graph sets an option."""
+        super().__init_subclass__()
+        hints = get_type_hints(cls).items()
+        cls._words = {name: get_args(x) for name, x in hints if get_origin(x) is Literal}
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -25,8 +31,7 @@ class LossModule(nn.Module):
 
     def check_options(self) -> None:
         """Raise for a wrong option. Subclasses add what isn't one of a type's fixed words."""
-        kind: Any = type(self)
-        for name, words in _words(kind).items():
+        for name, words in self._words.items():
             check.choice(name, getattr(self, name), words)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,10 +60,3 @@ class LossModule(nn.Module):
         options = ((x, getattr(self, x.name)) for x in fields(self))
         shown = (x.name for x, value in options if not x.kw_only or value != x.default)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
-
-
-@functools.cache
-def _words(kind: type) -> dict[str, tuple[str, ...]]:
-    """The words of each option that takes nothing else."""
-    hints = get_type_hints(kind)
-    return {name: get_args(x) for name, x in hints.items() if get_origin(x) is Literal}

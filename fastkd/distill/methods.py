@@ -14,7 +14,6 @@ With ``Distiller.accumulate`` and ``Distiller(gather=True)`` all terms have the 
 gradient.
 """
 
-import dataclasses
 import inspect
 import math
 import pkgutil
@@ -364,7 +363,8 @@ class LRCBERT(WithSoftTargets):
     def prediction_options(self) -> PredictionOptions:
         # One-hot labels softened by the temperature: L_hard, eq. 5.
         spread = math.exp(-1 / self.temperature)
-        return dataclasses.replace(super().prediction_options, label_spread=spread)
+        options = self.temperature, self.divergence, self.scale_by_t2
+        return PredictionOptions(*options, label_spread=spread)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -263,13 +263,11 @@ def head_skipped(backbone: Backbone) -> contextlib.AbstractContextManager[None]:
     head = None
     if backbone.shows_states and not backbone.compiled:
         head = backbone.inner.get_output_embeddings()
-    if head is None:
-        return contextlib.nullcontext()
 
     def shorten(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         return (first_tokens(args[0]), *args[1:]), kwargs
 
-    return hooked([Hook(head, "before", shorten)])
+    return hooked([] if head is None else [Hook(head, "before", shorten)])
 
 
 # Largest difference, relative to the largest logit, between a model's logits and those of its head:

@@ -616,7 +616,7 @@ class Step:
             compared.each = [Compared(self, student, run) for run in runs]
         return compared
 
-    def choose_layers(self) -> str | None:
+    def choose_layers(self) -> None:
         """Algorithm 1 of MC3KD: the layers that correlate least with the layer before them."""
         with torch.no_grad():
             run = self.run([self.teachers[0]] * len(self.texts), [None] * len(self.texts), own=True)
@@ -628,7 +628,7 @@ class Step:
         if c[order[2]] - c[order[1]] < 1e-3:  # rounding decides
             expected = found
         self.chosen[:] = expected
-        return None if found == expected else f"the layers are {found}, not {expected}: {c}"
+        assert found == expected, f"the layers are {found}, not {expected}: {c}"
 
     def total(self, shifts: list[Any]) -> tuple[Tensor, dict[str, Tensor], "Compared"]:
         compared = self.compared(shifts)
@@ -638,6 +638,8 @@ class Step:
 
     def by_hand(self) -> tuple[Tensor, dict[str, Tensor], "Compared"]:
         """Loss, terms and outputs; LRC-BERT's perturbation by eqs. 7 and 8."""
+        if self.chosen:
+            self.choose_layers()
         if not self.hand.perturb:
             return self.total([None] * len(self.texts))
         leaves: list[Any] = [[] for _ in self.texts]
@@ -1398,16 +1400,14 @@ def _wrong(step: Step, folder: str) -> str | None:
     if step.stored:
         alike = step.layout == "none" or step.family == "xlnet"
         rows = step.batch(0, len(step.texts), step.layout if alike else "right")
-        rows.pop("teacher_id", None)
-        if step.start == 0:  # positions that a model counts by itself
-            del rows["position_ids"]
+        counted = step.start == 0  # positions that a model counts by itself
+        for name in ("teacher_id", "position_ids")[: 1 + counted]:
+            rows.pop(name, None)
         caches = []
         for number, teacher in enumerate(teachers):
             live = step.distiller(teacher)
             caches.append(live.cache_teacher([rows], f"{folder}/{number}", top_k=step.top_k))
         distiller = step.distiller(step.taught(caches))
-    if step.chosen and (wrong := step.choose_layers()):
-        return wrong
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
     half = step.form == "autocast"

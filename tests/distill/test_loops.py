@@ -126,11 +126,15 @@ def test_hidden_states_of_other_layers_are_an_error(family):
 def test_a_compiled_distiller_is_the_plain_one_in_one_graph():
     """Hooks and closures of one call must not serve the next, and an eager step changes nothing.
 
-    A language model's graph: test_lm_head.py.
+    Of one method; a language model's graph: test_lm_head.py.
     """
-    data = data_of("distilbert", "tokens")
-    teacher = student_from_teacher(model_of("distilbert", "tokens"), [3])  # a layer takes a second
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1]), recipe("lrkd")).eval()
+    name = random.Random(FIRST).choice([*METHODS])
+    head = "sequence" if name == "knn" else "tokens"
+    method = recipe(name, **({"perturb": False} if name == "lrc_bert" else {}))
+    data, teacher = data_of("distilbert", head), model_of("distilbert", head)
+    teacher = student_from_teacher(teacher, [3])  # a layer takes a second
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1]), method).eval()
+    distiller.set_progress(1.0)
     compiled, graphs = counted(distiller)
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in distiller.modules()]
     left = {key: x if x.dim() == 1 else x.flip(1) for key, x in data.items()}

@@ -20,7 +20,7 @@ from tests.support.compare import assert_accurate, assert_matches_reference, val
 # Constants from which on the kernels sort the bank, divide it among programs, or the features.
 SORTED = {"ROWS_TO_SORT": 1, "BANK_TO_SORT": 1}
 ONE_PROGRAM = {"PROGRAMS": 1}
-LARGE_TILES = ONE_PROGRAM | {"ROWS_AT_ONCE": 128}
+TWO_PARTS = ONE_PROGRAM | {"ROWS_AT_ONCE": 32}
 
 
 def batch(rows, bank, features, classes, dtype=torch.float64, mean=0.0):
@@ -135,15 +135,15 @@ def test_features_split_among_programs(form):
     assert torch.equal(losses.isnan(), lost)
 
 
-@in_form(sorted=LARGE_TILES | SORTED, unsorted=LARGE_TILES)
+@in_form(sorted=TWO_PARTS | SORTED, unsorted=TWO_PARTS)
 def test_neighbours_of_one_bucket(form):
     """A bucket stores its first row only; the other neighbours are found among its rows."""
-    student, teacher = torch.randn(130, 8), 9 + torch.randn(200, 8)
+    student, teacher = torch.randn(34, 8), 9 + torch.randn(200, 8)
     for rank, row in enumerate((135, 71, 103, 39)):
         teacher[row] = student[1] + 0.1 * (rank // 2)  # equal rows: the lower index first
-        teacher[row + 1] = student[129] + 0.1 * rank
-    labels = torch.ones(130), torch.zeros(200)  # other rows have no neighbours
-    labels[0][[1, 129]] = 0
+        teacher[row + 1] = student[33] + 0.1 * rank
+    labels = torch.ones(34), torch.zeros(200)  # other rows have no neighbours
+    labels[0][[1, 33]] = 0
     check_against_loop(student, teacher, *labels, k=3)
 
 
