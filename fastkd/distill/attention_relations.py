@@ -55,7 +55,6 @@ class _Relations(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_weights("task_weight", "soft_weight")
         if self.layer is not None:
             check.positive_int("layer", self.layer)
 
@@ -93,10 +92,6 @@ class MiniLM(_Relations):
 
     attention: float = 1.0
     values: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_weights("attention", "values")
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         super().choose_layers(teacher, student)
@@ -154,7 +149,6 @@ class MiniLMv2(_Relations):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_weights("queries", "keys", "values")
         if self.relation_heads is not None:
             check.positive_int("relation_heads", self.relation_heads)
 

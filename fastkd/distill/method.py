@@ -5,7 +5,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -421,10 +421,12 @@ class Method(nn.Module):
             )
         return {name: getattr(self, name) for name in names}
 
-    def check_weights(self, *names: str) -> None:
-        """Raise unless these options are finite numbers of at least 0."""
-        for name in names:
-            check.number(name, getattr(self, name), at_least=0)
+    def check_numbers(self) -> None:
+        """Raise unless each field that is a float is a finite number of at least 0."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.type is float or (field.type == float | None and value is not None):
+                check.number(field.name, value, at_least=0)
 
     def extra_repr(self) -> str:
         names = inspect.signature(type(self)).parameters
@@ -445,6 +447,7 @@ class WithSoftTargets(Method):
         Method.__init__(self)
         check.number("temperature", self.temperature, above=0)
         check.choice("divergence", self.divergence, DIVERGENCES)
+        self.check_numbers()
 
     @property
     def prediction_options(self) -> PredictionOptions:

@@ -132,7 +132,6 @@ class FCD(WithSoftTargets):
         super().__post_init__()
         check.choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
         self.soft_weight = self.task_weight if self.soft_weight is None else self.soft_weight
-        self.check_weights("alpha", "beta", "task_weight", "soft_weight")
         self.relations = FCDLoss(normalize=self.normalize, distance=self.distance)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -233,7 +232,6 @@ class IntraClassKNN(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_weights("alpha1", "alpha2", "alpha3", "tolerance")
         check.positive_int("k", self.k)
         check.choice("pool", self.pool, POOLS)
         check.choice("reduction", self.reduction, ("sum", "mean"))
@@ -314,7 +312,6 @@ class LRCBERT(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_weights("alpha", "beta", "gamma")
         check.fraction("first_stage", self.first_stage)
         check.choice("pool", self.pool, ("tokens", "sequence", "mean"))
         check.choice("perturb_norm", self.perturb_norm, ("sample", "batch"))
@@ -419,7 +416,6 @@ class MC3KD(WithSoftTargets):
         super().__post_init__()
         if self.alpha is not None:
             check.fraction("alpha", self.alpha)
-        self.check_weights("beta")
         self.teacher_pool = self.pool
         options = self.ridge, self.top_k, self.pool
         self.loss = CCALoss(*options, memory=self.memory, persistent=True)
@@ -514,7 +510,6 @@ class LRKD(WithSoftTargets):
         if self.alpha is not None:
             check.fraction("alpha", self.alpha)
         check.fraction("gamma", self.gamma)
-        self.check_weights("beta")
         check.positive_int("projection_layers", self.projection_layers)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -589,7 +584,6 @@ class AttentionMSE(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_weights("attention", "hidden", "soft_weight", "task_weight")
         self.map_loss = AttentionLoss(self.heads)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:

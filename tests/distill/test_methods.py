@@ -23,7 +23,7 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill.attention_relations import relation_divergence
-from fastkd.distill.baselines import BASELINES, Embeddings
+from fastkd.distill.baselines import BASELINES
 from tests.distill import draws
 from tests.distill.models import batch, classifier, model
 from tests.support.compare import raises
@@ -103,25 +103,24 @@ def test_hyperparameters_rebuild_the_method(kind):
     method = kind()
     assert kind(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
     assert kind.__name__ in repr(method)
+    for name, value in method.hyperparameters().items():
+        if type(value) in (float, int, str) and name != "layers":  # the models say which there are
+            for wrong in ("typo", -5.0, float("nan"), []):
+                refused = TypeError, ValueError
+                raises(f"{name} must be", kind, error=refused, **{name: wrong})
 
 
 @pytest.mark.parametrize("name, options, message", [
     ("fdc", {}, "did you mean 'fcd'"),
     ("fcd", {"alhpa": 1.0}, "did you mean 'alpha'"),
-    ("fcd", {"alpha": -1.0}, "alpha must be at least 0"),
     ("fcd", {"distance": "person"}, "did you mean 'pearson'"),
     ("soft_targets", {"alpha": 1.5}, "alpha must be at most 1"),
     ("soft_targets", {"temperature": 0.0}, "temperature must be greater than 0"),
-    ("soft_targets", {"divergence": "kl"}, "divergence must be one of"),
     ("knn", {"k": 0}, "k must be at least 1"),
-    ("knn", {"tolerance": -0.1}, "tolerance must be at least 0"),
     ("lrc_bert", {"first_stage": 2.0}, "first_stage must be at most 1"),
-    ("mc3kd", {"beta": float("nan")}, "beta must be finite"),
     ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
     ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
     ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
-    (Embeddings, {"pooling": "max"}, "pooling must be one of 'mean', 'cls', got 'max'"),
-    (Embeddings, {"relations": -1.0}, "relations must be"),
 ])  # fmt: skip
 def test_wrong_options_are_errors(name, options, message):
     made = name if isinstance(name, type) else lambda **given: method_by_name(name, **given)
