@@ -10,9 +10,11 @@ program, and its backward pass has one for each kind of upstream gradient, which
 """
 
 import functools
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any, TypeVar, cast
 
@@ -24,11 +26,9 @@ from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.operator import RECORDING
 from fastkd._core.recording import NAMES, NoPlan, Number, Recording, mapped, private, tensors_in
 
-# A record costs as much as several calls as written: the eighth call is recorded.
-NEAR = 6  # sights of a function and its first shape after which keys are computed
-SIGHTS = 3  # sights of a key after which a call is recorded
+SIGHTS = 8  # of a key, after which a call is recorded: that costs as much as several calls
 MOST = 4  # plans of a key, for numbers whose comparisons have different outcomes
-WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
+WINDOW = 4096  # sights after which counts start again, and plans without a call are dropped
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 _PLAIN = {type(None), bool, int, str, torch.dtype, torch.device}  # they are in a key themselves
@@ -38,6 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _capturing = torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
 
 Public = TypeVar("Public", bound=Callable[..., Any])
+Key = tuple[tuple[Any, ...], list[Tensor], tuple[float, ...]]  # with the call's tensors and floats
 
 problem: str | None = None  # that switched plans off
 
@@ -80,65 +81,53 @@ def _describe(
             if x.device != tensors[0].device:  # values may be read on the CPU
                 raise NoPlan("tensors of two devices")
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
+            key.append(x.data_ptr() % 16)
         elif kind is float:
             key.append(kind)
             numbers.append(x)
         elif kind is list or kind is tuple:
             key += (kind, len(x))
             _describe(x, key, tensors, numbers)
-        elif hasattr(kind, "__dataclass_fields__"):
-            key.append(kind)
-            _describe(vars(x).values(), key, tensors, numbers)
-        elif kind is dict:  # a match's tensors by their device
-            key += (kind, *x)
-            _describe(x.values(), key, tensors, numbers)
         else:
-            raise NoPlan(f"an argument is a {kind.__name__}")
+            fields = vars(x) if hasattr(kind, "__dataclass_fields__") else x
+            if not isinstance(fields, dict):  # as a match has, of tensors by their device
+                raise NoPlan(f"an argument is a {kind.__name__}")
+            key += (kind, *fields)
+            _describe(fields.values(), key, tensors, numbers)
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Any:
-    """Addresses as far as a call depends on them: mod 16, and which arguments share them."""
-    found, bits = [], 0
-    for x in tensors:
-        address = x.data_ptr()
-        found.append(address)
-        bits |= address
-    known: Any = tuple([x % 16 for x in found]) if bits % 16 else 0
-    if len(found) < 2 or len(set(found)) == len(found):
-        return known
-    same = [*map(id, tensors)]
-    return known, tuple(map(found.index, found)), tuple(map(same.index, same))
+def _key(of: Iterable[Any], values: Iterable[Any]) -> Key | None:
+    """What a call with these values depends on.
 
-
-def _key(
-    of: Iterable[Any], values: Iterable[Any]
-) -> tuple[tuple[Any, ...] | None, list[Tensor], tuple[float, ...]]:
-    """What a call depends on; tensors and floats of its ``values``.
-
-    The key is None if the call isn't covered, or if something looks at or changes the operations of
-    this thread. A default device, which operations that name one don't read, is an exception.
+    None if the call isn't covered, or if something looks at or changes the operations of this
+    thread. A default device, which operations that name one don't read, is an exception.
     """
     on: Any = private()
-    tensors: list[Tensor] = []
-    numbers: list[float] = []
     if (
         isinstance(on, str)
-        or (on.functions() and any(type(x) is not on.device_mode for x in on.modes()))
+        or (
+            on.functions()
+            and any(type(on.mode(i)) is not on.device_mode for i in range(on.functions()))
+        )
         or on.dispatches()
         or on.functorch() is not None
         or on.runtime.launch_enter_hook.calls
         or on.runtime.launch_exit_hook.calls
     ):
-        return None, tensors, ()
+        return None
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
     key = [torch.is_grad_enabled(), multiplies_in_float32(), torch.get_default_dtype()]
     if on.autocast() and torch.is_autocast_enabled("cuda"):
         key.append(torch.get_autocast_dtype("cuda"))
     key += (on.driver.active.get_current_device(), *of)
     try:
         _describe(values, key, tensors, numbers)
-        key.append(_addresses(tensors))
+        addresses = [x.data_ptr() for x in tensors]
     except (NoPlan, RuntimeError):
-        return None, tensors, ()
+        return None
+    if len({*addresses}) < len(addresses):  # which are in one place, and which are one tensor
+        key += (tuple(map(x.index, x)) for x in (addresses, [*map(id, tensors)]))
     return tuple(key), tensors, tuple(numbers)
 
 
@@ -151,12 +140,12 @@ class Plan:
 
     program, called = cast(Any, None), True
     differs: Callable[[], bool | None] | None = None  # what the device found in a proof
-    proved: Callable[[tuple[float, ...]], bool] | None = None  # for which numbers
+    proved: set[tuple[int, float]] | None = None  # the constants, once that was nothing
 
     def __init__(self, recording: Recording, results: Any) -> None:
-        self.name, self.guards = recording.name, [*recording.guards]
-        self.constants = [f"n[{i}] == {x!r}" for i, x in enumerate(recording.numbers)]
-        self.holds = self.condition([])
+        self.name, self.constants = recording.name, {*enumerate(recording.numbers)}
+        conditions = " and ".join(dict.fromkeys(recording.guards)) or "True"
+        self.holds = cast(Any, eval(f"lambda n: {conditions}", dict(NAMES)))
         try:
             self.program = recording.program(results)
         except (NoPlan, KeyError):  # a tensor comes from elsewhere
@@ -164,23 +153,24 @@ class Plan:
         except Exception as error:
             _switch_off(self.name, f"can't be recorded: {type(error).__name__}: {error}")
 
-    def condition(self, more: list[str]) -> Callable[[tuple[float, ...]], bool]:
-        """Function that says whether the record's and more conditions on the numbers ``n`` hold."""
-        conditions = " and ".join(dict.fromkeys(self.guards + more)) or "True"
-        return cast(Any, eval(f"lambda n: {conditions}", dict(NAMES)))
-
     def ready(self, numbers: tuple[float, ...]) -> bool:
         """Whether the program is proved for these numbers. It doesn't wait for the device."""
-        differs = None if self.differs is None or _capturing() else self.differs()
-        if differs:
-            _switch_off(self.name, "gave other bits than the call as written")
-        elif differs is not None:
-            self.differs, self.proved = None, self.condition(self.constants)
-        return ENABLED and self.proved is not None and self.proved(numbers)
+        if self.differs is not None and not _capturing():
+            differs = self.differs()
+            if differs:
+                _switch_off(self.name, "gave other bits than the call as written")
+            elif differs is not None:
+                self.differs, self.proved = None, self.constants
+        return (
+            self.proved is not None
+            and ENABLED
+            and self.holds(numbers)
+            and (not self.proved or self.proved.issubset(enumerate(numbers)))
+        )
 
-    def prove(self, numbers: tuple[float, ...], tensors: Sequence[Any], right: Any) -> None:
+    def prove(self, numbers: tuple[float, ...], tensors: list[Tensor], right: Any) -> None:
         """Let the device compare what the program computes and saves with what is right."""
-        self.constants = [x for x in self.constants if self.condition([x])(numbers)]
+        self.constants = self.constants.intersection(enumerate(numbers))
         try:
             # Of saved-tensor hooks the innermost are called, not a user's.
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
@@ -209,45 +199,63 @@ def _difference(found: Any, right: Any) -> Callable[[], bool | None]:
     return lambda: bool(on_host) if done is None or done.query() else None
 
 
-def _copy(x: Tensor | None) -> Tensor | None:
-    """A copy for the program: a backward pass may change what its forward pass allocated."""
-    y = None if x is None else x.clone()
-    return y if x is None or y is None or y.stride() == x.stride() else x  # else of an input
+@functools.cache
+def _node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``apply`` of a function of this name, whose forward pass was computed before it."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    node: Any = type(function.__name__, (torch.autograd.Function,), methods)
+    # Without the part of ``apply`` that is for vmap and the like.
+    parent: Any = super(torch.autograd.Function, node)
+    return cast(Callable[..., Any], parent.apply)
+
+
+def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
+    ctx.gradients, ctx.numbers, result, saved, constant = given
+    ctx.save_for_backward(*saved)
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    return result
 
 
 def _backward(ctx: Any, *grads: Any) -> Any:
-    function, numbers = ctx.gradients, ctx.numbers
+    function, saved, found = ctx.gradients, ctx.saved_tensors, None
+    args = ctx, ctx.numbers, saved, grads
     if torch.compiler.is_compiling():
-        return function(ctx, numbers, None, grads)
-    saved, key = ctx.saved_tensors, None
+        return function(*args)
     if ENABLED and not torch.is_grad_enabled():
         with torch._C.DisableTorchFunction():
-            # A user's hooks may return other strides and addresses.
-            layouts = [x if x is None else (x.stride(), x.data_ptr() % 16, x.dtype) for x in saved]
             keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-            key, *_ = _key((function, ctx.needs_input_grad, keeps, *layouts), grads)
-    return _call(function, (ctx, numbers, saved, grads), {}, key, (*saved, *grads), numbers)
+            # A user's hooks may return others than were saved.
+            tensors = [x for x in saved if x is not None]
+            layouts = [(x.stride(), x.data_ptr() % 16, x.dtype) for x in tensors]
+            of = function, ctx.needs_input_grad, keeps, *layouts
+            found = _key(of, (*ctx.numbers, *grads))
+            found = found and (found[0], tensors + found[1], found[2])
+    return _call(function, args, {}, found, backward=True)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy for the program: a backward pass may change what its forward pass allocated."""
+    y = x.clone()
+    return y if y.stride() == x.stride() else x  # else of an input
 
 
 _plans: dict[tuple[Any, ...], list[Plan]] = {}
-_sights = bytearray(1 << 16)  # by hash: rows of ever new lengths displace nothing
-_HALF = bytes(i >> 1 for i in range(256))
-_seen = 0
+_sights: Counter[int] = Counter()  # of keys, by their hash
+_seen = itertools.count(1)
 
 
-def _sight(place: int) -> int:
-    """Sights at a place of `_sights`, with this one. Of late: all counts are halved at times."""
-    global _seen
-    _sights[place] = min(_sights[place] + 1, 255)
-    _seen += 1
-    if _seen % WINDOW == 0:
-        _sights[:] = _sights.translate(_HALF)
-        for key, plans in list(_plans.items()):
+def _sight(key: tuple[Any, ...]) -> int:
+    """Sights of a key of late, with this one: at times all counts start again."""
+    if next(_seen) % WINDOW == 0:
+        _sights.clear()
+        for known, plans in list(_plans.items()):
             if not any(plan.called for plan in plans):
-                _plans.pop(key, None)
+                _plans.pop(known, None)
             for plan in plans:
                 plan.called = False
-    return _sights[place]
+    _sights[hash(key)] += 1
+    return _sights[hash(key)]
 
 
 def clear_plans() -> None:
@@ -257,7 +265,7 @@ def clear_plans() -> None:
     >>> fastkd.clear_plans()
     """
     _plans.clear()
-    _sights[:] = bytes(len(_sights))
+    _sights.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -272,21 +280,17 @@ def planned(function: Public) -> Public:
         recorded = getattr(RECORDING, "active", None) is not None
         if not ENABLED or recorded or torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        key = None
+        found = None
         # A default device is a mode of torch functions, under which each attribute costs much.
         with torch._C.DisableTorchFunction():
             first = args[0] if args else None
             if type(first) is not Tensor:
                 first = next(tensors_in(args or kwargs), None)
             if first is not None and on_gpu(first) and not kwargs.get("gather"):
-                near = hash((function, first.shape)) % len(_sights)
-                if _sights[near] >= NEAR or _sight(near) >= NEAR:
-                    if type(kwargs.get("denominator")) is int:  # another one at each step
-                        kwargs["denominator"] = float(kwargs["denominator"])
-                    key, tensors, numbers = _key((function, *kwargs), (*args, *kwargs.values()))
-        if key is None:
-            return function(*args, **kwargs)
-        return _call(function, args, kwargs, key, tensors, numbers, near)
+                if type(kwargs.get("denominator")) is int:  # another one at each step
+                    kwargs["denominator"] = float(kwargs["denominator"])
+                found = _key((function, *kwargs), (*args, *kwargs.values()))
+        return _call(function, args, kwargs, found)
 
     return cast(Public, call)
 
@@ -295,33 +299,31 @@ def _call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    key: tuple[Any, ...] | None,
-    tensors: Sequence[Any],
-    numbers: tuple[float, ...],
-    near: int | None = None,
+    found: Key | None,
+    backward: bool = False,
 ) -> Any:
-    """The call of a planned function, or of a backward pass, which is near no other call."""
-    plans = _plans.get(key, []) if key else []
+    """The call of a planned function, or of a backward pass, which is recorded at first sight."""
+    if found is None:
+        return function(*args, **kwargs)
+    key, tensors, numbers = found
+    plans = _plans.get(key, [])
     for plan in plans:
-        if (plan.proved and plan.proved(numbers)) or (plan.holds(numbers) and plan.ready(numbers)):
+        if plan.ready(numbers):
             plan.called = True
-            if near is not None:
-                _sights[near] = 255
             with torch._C.DisableTorchFunction():
                 return plan.program(numbers, *tensors)[0]
     known = next((x for x in plans if x.holds(numbers)), None)
-    due = key is not None and ENABLED and not _capturing()
-    if due and known is not None:
+    if known is not None:
         due = known.program is not None and known.differs is None  # to be proved
-    elif due:
-        due = len(plans) < MOST and (near is None or _sight(hash(key) % len(_sights)) >= SIGHTS)
+    else:
+        due = len(plans) < MOST and (backward or _sight(key) >= SIGHTS)
         due &= not torch.is_inference_mode_enabled()  # it shows no change of a tensor
-    if not due:
+    if not due or not ENABLED or _capturing():
         return function(*args, **kwargs)
-    recording = Recording(function.__name__, tensors, numbers, _backward)
+    recording = Recording(function.__name__, tensors, numbers, _node)
     texts = (f"n[{i}]" for i in range(len(numbers)))
     args, kwargs = mapped((args, kwargs), lambda x: Number(x, next(texts), recording.guards))
-    if near is None and known is not None:
+    if backward and known is not None:
         tensors = [_copy(x) for x in tensors]
     RECORDING.active = recording
     try:
@@ -330,7 +332,7 @@ def _call(
     finally:
         RECORDING.active = None
     if known is None:
-        _plans.setdefault(cast(Any, key), plans).append(Plan(recording, result))
+        _plans.setdefault(key, plans).append(Plan(recording, result))
     elif recording.problem is None:
         known.prove(numbers, tensors, (result, recording.saved))
     return result

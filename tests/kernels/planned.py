@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -53,9 +54,9 @@ WRITTEN = {
     "fp16": (np.uint16, 0x3C00, 10),
 }
 LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
-NEAR, SIGHTS = plans.NEAR, plans.SIGHTS
+SIGHTS = plans.SIGHTS
 # As written, recorded, proved, and a plan from the fourth call on.
-plans.NEAR, plans.SIGHTS = 1, 2
+plans.SIGHTS = 2
 TO_PLAN = 4
 clear, COPY = plans.clear_plans, plans._copy
 COMPILE = JITFunction._do_compile
@@ -528,7 +529,7 @@ def check_modes_hooks_and_the_switch(_: FakeGPU) -> None:
     with torch.device("cpu"):
         _loss(x, y)
     assert used.called
-    assert plans._key((), (x, torch.empty(3, device="meta")))[0] is None  # of two devices
+    assert plans._key((), (x, torch.empty(3, device="meta"))) is None  # of two devices
     for _ in range(TO_PLAN):  # without kernels
         fastkd.relation_loss(x, y, distance="kl", backend="torch")
     assert len(_plans()) == 2 and _hits() == 1 and plans.why_off() is None
@@ -589,7 +590,7 @@ def check_private_names(_: FakeGPU) -> None:
         recording.private.cache_clear()
         with mock.patch.object(owner, name):
             delattr(owner, name)
-            reason, covered = plans.why_off(), plans._key((), ())[0]
+            reason, covered = plans.why_off(), plans._key((), ())
         recording.private.cache_clear()
         assert reason == f"{module}.{names} is missing" and covered is None, (path, reason)
     assert plans.why_off() is None
@@ -614,10 +615,7 @@ def check_a_capture_uses_proved_plans_only(_: FakeGPU) -> None:
 
 
 def check_ragged_batches_flush_no_count_and_record_nothing(_: FakeGPU) -> None:
-    # Counts are halved at the same calls each time; and of 150 hashes two may fall on one of 2^16
-    # places, where they are counted together.
-    own = {"NEAR": NEAR, "SIGHTS": SIGHTS, "WINDOW": 200, "_seen": 0}
-    with mock.patch.multiple(plans, **own, _sights=bytearray(1 << 24)):
+    with mock.patch.multiple(plans, SIGHTS=SIGHTS, WINDOW=200, _seen=itertools.count(1)):
         x, y = torch.randn(150, 1, 16), torch.randn(150, 1, 16)
         for _ in range(4):
             _loss(*_pair())
