@@ -28,7 +28,7 @@ from fastkd._core.recording import NAMES, NoPlan, Number, Recording, mapped, pri
 
 SIGHTS = 8  # of a key, after which a call is recorded: that costs as much as several calls
 MOST = 4  # plans of a key, for numbers whose comparisons have different outcomes
-WINDOW = 4096  # sights after which counts start again, and plans without a call are dropped
+WINDOW = 2048  # sights after which counts start again, and plans without a call are dropped
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 _PLAIN = {type(None), bool, int, str, torch.dtype, torch.device}  # they are in a key themselves
