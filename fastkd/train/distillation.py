@@ -307,9 +307,9 @@ def _cached(run: Training, models: Models, folder: Path) -> TeacherCache | None:
     config, method = run.config, models.distiller.method
     alone = world_size() == 1 and not config.shard and not config.on_policy
     draws = hasattr(run.sets.collate, "for_epoch")  # inputs of its own in each epoch
-    request = teacher_request(method)
-    reads = method.uses_teacher and method.prepared and not request["inside"]
-    if not alone or draws or not reads or models.teacher_model is None:
+    request = teacher_request(method) if method.uses_teacher and method.prepared else {}
+    whole = bool(request) and not request["inside"] and models.teacher_model is not None
+    if not alone or draws or not whole:
         return None
     parts = (fingerprint_of(models.teacher), json.dumps(request), config.precision)
     path = folder / fingerprint(map(str.encode, parts))
