@@ -15,10 +15,10 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import Columns
 from fastkd.train.glue import GLUE_TASKS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # with torch, whose import takes seconds
     from fastkd.train.tasks.base import Task
 
-__all__ = ["NAMES", "Columns", "Task", "check", "named", "of_file", "of_model"]
+__all__ = ["NAMES", "Columns", "check", "named", "of_file", "of_model"]
 
 NAMES = tuple(
     sorted(
@@ -34,15 +34,6 @@ KINDS = (
     f"{DEFAULT_TASK} (default), {', '.join(name for name in NAMES if name != DEFAULT_TASK)}, or "
     "your own as package.module:Class"
 )
-
-
-def __getattr__(name: str) -> Any:
-    # Tasks need torch, whose import takes seconds; options read the names of tasks.
-    if name == "Task":
-        from fastkd.train.tasks.base import Task
-
-        return Task
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def check(name: str | None, metric: str | None = None) -> None:

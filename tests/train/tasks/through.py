@@ -17,7 +17,8 @@ from fastkd.distill.verify import _Step
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.data import Encoder, read_file
 from fastkd.train.saving import read_json
-from fastkd.train.tasks import Task, named
+from fastkd.train.tasks import named
+from fastkd.train.tasks.base import Task
 from tests.support.draw import FIRST
 from tests.support.runs import crash, first_step, same_weights, stop_at
 from tests.support.tiny import STILL, WORDS, make_teacher, run, sentences
