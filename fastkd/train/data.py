@@ -7,6 +7,7 @@ the file and the row.
 import contextlib
 import functools
 import inspect
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -247,11 +248,8 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
         groups.setdefault(label, []).append(i)
     for group in groups.values():
         rng.shuffle(group)
-    kept: set[int] = set()
-    while len(kept) < min(labelled, len(train)):
-        for label in sorted(groups):
-            if groups[label] and len(kept) < labelled:
-                kept.add(groups[label].pop())
+    turns = itertools.zip_longest(*(groups[label][::-1] for label in sorted(groups)))
+    kept = {*[i for turn in turns for i in turn if i is not None][:labelled]}
     rest, unlabelled = [i for i in range(len(train)) if i not in kept], corpus.unlabelled
     if rest:
         check_unlabelled(corpus.task, "--labelled")

@@ -99,7 +99,7 @@ def load_data(config: Config, display: Display) -> Data:
         task = dataclasses.replace(corpus.task, generation=chosen)
         corpus = dataclasses.replace(corpus, task=task)
     cached: Mapping[str, Any] = {}
-    names: tuple[str, ...] = ()
+    names = () if config.teachers is None else tuple(teachers_of(config.teachers))
     teachers, max_length, remote = None, config.max_length, config.trust_remote_code
     if config.teacher_cache is not None:
         folder = config.teacher_cache
@@ -109,10 +109,7 @@ def load_data(config: Config, display: Display) -> Data:
         teachers = read(str(theirs)) if theirs.is_dir() else None
         if max_length == MAX_LENGTH:
             max_length = cached["settings"]["max_length"]
-    elif config.teachers is not None:
-        names = tuple(teachers_of(config.teachers))
-        tokenizer = models.load_tokenizer(config, "student")
-    elif has_no_weights(config.teacher):
+    elif names or has_no_weights(config.teacher):
         tokenizer = models.load_tokenizer(config, "student")
     else:
         tokenizer, teachers = models.load_tokenizers(config, corpus, display)
