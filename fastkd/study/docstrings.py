@@ -5,7 +5,6 @@ library. Files are parsed, never imported.
 """
 
 import ast
-import collections
 import hashlib
 import itertools
 import json
@@ -88,7 +87,7 @@ def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
         except (SyntaxError, ValueError, OSError):
             continue
         for top in [tree, *tree.body]:
-            nodes = [top] if top is tree else _statements(top)
+            nodes = [top] if top is tree else ast.walk(top)
             group = f"{relative.as_posix()}:{getattr(top, 'name', '')}"
             for node in nodes:
                 if isinstance(
@@ -97,15 +96,6 @@ def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
                     text = ast.get_docstring(node)
                     if text:
                         yield area, group, text
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and its descendants except expressions, in the order of `ast.walk`."""
-    todo = collections.deque([node])
-    while todo:
-        node = todo.popleft()
-        yield node
-        todo.extend(x for x in ast.iter_child_nodes(node) if not isinstance(x, ast.expr))
 
 
 def load_docstrings(train_rows: int, eval_rows: int, root: Path | None = None) -> list[list[Row]]:
