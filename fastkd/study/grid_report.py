@@ -196,39 +196,34 @@ def headline(grid: Grid, summaries: list[Summary]) -> str:
 
 
 def findings(summary: Summary) -> str:
-    """Sentences on a table: teacher, rows, warnings and failed runs."""
-    count = summary.example["rows"]
-    text = (
+    """Sentences on a table: teacher, rows, failed runs, and warnings.
+
+    The warnings are of classes without rows, a teacher at chance, and constant students.
+    """
+    example, count = summary.example, summary.example["rows"]
+    found = [
         f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count.get('train', 0)} "
         f"training rows with labels, {count['eval']} held out."
-    )
-    text += "".join(f" {warning}" for warning in warnings_of(summary))
-    if failed := sum(row.failed for row in summary.rows):
-        text += f" Failed runs: {failed}, left out of the means; runs.csv has the reasons."
-    if {row.verdict for row in summary.rows if row.difference is not None} <= {UNKNOWN}:
-        text += " No verdicts yet: no variant has two seeds in common with the baseline."
-    return text
-
-
-def _metric(summary: Summary) -> str:
-    return f"{summary.metric}{' (lower is better)' if summary.lower_is_better else ''}"
-
-
-def warnings_of(summary: Summary) -> list[str]:
-    """Warnings of a table: classes without rows, teacher at chance, constant students."""
-    example, labelled = summary.example, summary.example["options"].get("labelled")
-    found = [
-        f"Classes without {what} rows: {', '.join(names)}."
-        for what, names in empty_classes(example).items()
-        if names
     ]
+    for what, names in empty_classes(example).items():
+        if names:
+            found.append(f"Classes without {what} rows: {', '.join(names)}.")
+    labelled = example["options"].get("labelled")
     if labelled is not None and labelled < len(example["classes"]):
         found.append(f"{labelled} labels are fewer than the classes.")
     if why := example["warnings"].get("teacher"):
         found.append(f"The teacher's answers {why}.")
     if constant := [row.variant for row in summary.rows if row.constant]:
         found.append(f"Students with the same prediction for every row: {', '.join(constant)}.")
-    return found
+    if failed := sum(row.failed for row in summary.rows):
+        found.append(f"Failed runs: {failed}, left out of the means; runs.csv has the reasons.")
+    if {row.verdict for row in summary.rows if row.difference is not None} <= {UNKNOWN}:
+        found.append("No verdicts yet: no variant has two seeds in common with the baseline.")
+    return " ".join(found)
+
+
+def _metric(summary: Summary) -> str:
+    return f"{summary.metric}{' (lower is better)' if summary.lower_is_better else ''}"
 
 
 def cells(row: Row) -> list[str]:
