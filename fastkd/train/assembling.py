@@ -205,7 +205,7 @@ def load_teacher(config: Config, data: Data, tuned: Path | None = None) -> Any:
     if config.teacher_cache is not None:
         return _cached_teacher(config, data, config.teacher_cache)
     if config.teachers is not None:
-        return ByRow({who: each for who, each in _row_teachers(config, data, config.teachers)})
+        return ByRow(dict(_row_teachers(config, data, config.teachers)))
     if is_served(config.teacher):
         return _served_teacher(config)
     if is_stored(config.teacher):
