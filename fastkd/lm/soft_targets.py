@@ -372,8 +372,10 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
             return denominator.to(like.device, working_dtype(like), non_blocking=True)
         denominator = denominator.item()
     check.number("denominator", denominator, above=0)
+    if not isinstance(denominator, float):  # a float may be a plan's parameter, and stays as it is
+        denominator = float(denominator)
     # Not torch.full, for which the compiler makes a graph for every number.
-    return torch.ones((), dtype=working_dtype(like), device=like.device) * float(denominator)
+    return torch.ones((), dtype=working_dtype(like), device=like.device) * denominator
 
 
 @dataclass(frozen=True)
