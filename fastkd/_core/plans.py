@@ -118,7 +118,7 @@ def _key(of: Iterable[Any], values: Iterable[Any]) -> Key | None:
     tensors: list[Tensor] = []
     numbers: list[float] = []
     key = [torch.is_grad_enabled(), multiplies_in_float32(), torch.get_default_dtype()]
-    if on.autocast() and torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda"):
         key.append(torch.get_autocast_dtype("cuda"))
     key += (on.driver.active.get_current_device(), *of)
     try:
@@ -161,12 +161,9 @@ class Plan:
                 _switch_off(self.name, "gave other bits than the call as written")
             elif differs is not None:
                 self.differs, self.proved = None, self.constants
-        return (
-            self.proved is not None
-            and ENABLED
-            and self.holds(numbers)
-            and (not self.proved or self.proved.issubset(enumerate(numbers)))
-        )
+        if self.proved is None or not ENABLED or not self.holds(numbers):
+            return False
+        return not self.proved or self.proved.issubset(enumerate(numbers))
 
     def prove(self, numbers: tuple[float, ...], tensors: list[Tensor], right: Any) -> None:
         """Let the device compare what the program computes and saves with what is right."""

@@ -35,7 +35,6 @@ PRIVATE = {
     "device_mode": "torch.utils._device:DeviceContext",
     "dispatches": "torch._C:_len_torch_dispatch_stack",
     "functorch": "torch._C._functorch:peek_interpreter_stack",
-    "autocast": "torch._C:_is_any_autocast_enabled",
     "cpu": "torch._C._dynamo.guards:_empty_strided_cpu",
     "cuda": "torch._C._dynamo.guards:_empty_strided_cuda",
     "driver": "triton.runtime:driver",

@@ -32,6 +32,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -502,40 +503,33 @@ def check_names_in_anomaly_mode_and_profiles(_: FakeGPU) -> None:
     assert "_TritonRelations" in {event.name for event in profile.events()}
 
 
-def check_modes_hooks_and_the_switch(_: FakeGPU) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from triton import knobs
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    class Other(Tensor):
-        pass
-
-    x, y = _pair()
-    _loss(x, y, TO_PLAN)
+def _uses_plan(*inputs: Tensor) -> bool:
     (plan,) = _plans()
-    plan.program = used = mock.Mock(wraps=plan.program)
-    hooks, hook = knobs.runtime.launch_enter_hook, mock.Mock()
-    with Mode():
-        _loss(x, y)
-    with _set(lambda change: change(hook), hooks.add, hooks.remove):
-        _loss(x, y)
-    with mock.patch.object(plans, "ENABLED", False):
-        _loss(x, y)
-    _loss(x.detach().as_subclass(Other), y)
-    assert len(_plans()) == 1 and not used.called
+    with mock.patch.object(plan, "program", mock.Mock(wraps=plan.program)) as program:
+        _loss(*inputs)
+    return program.called and len(_plans()) == 1
+
+
+def check_modes_hooks_and_the_switch(_: FakeGPU) -> None:
+    x, y = _pair()
+    hooks, hook = triton.knobs.runtime.launch_enter_hook, mock.Mock()
+    _loss(x, y, TO_PLAN)
+    for context in (
+        FlopCounterMode(display=False),
+        _set(lambda change: change(hook), hooks.add, hooks.remove),
+        mock.patch.object(plans, "ENABLED", False),
+    ):
+        with context:
+            assert not _uses_plan(x, y), context
+    assert not _uses_plan(x.detach().as_subclass(type("Other", (Tensor,), {})), y)
     with torch.device("cpu"):
-        _loss(x, y)
-    assert used.called
+        assert _uses_plan(x, y)
     assert plans._key((), (x, torch.empty(3, device="meta"))) is None  # of two devices
+    # Triton 3.8 unloads a kernel that is collected, and a launch takes its function's address.
+    assert any(type(x) is _Compiled for x in _plans()[0].program.__globals__.values())
     for _ in range(TO_PLAN):  # without kernels
         fastkd.relation_loss(x, y, distance="kl", backend="torch")
     assert len(_plans()) == 2 and _hits() == 1 and plans.why_off() is None
-    # Triton 3.8 unloads a kernel that is collected, and a launch takes its function's address.
-    kept = used._mock_wraps.__globals__.values()
-    assert any(type(x) is _Compiled for x in kept)
 
 
 @contextlib.contextmanager
@@ -598,20 +592,14 @@ def check_private_names(_: FakeGPU) -> None:
 
 def check_a_capture_uses_proved_plans_only(_: FakeGPU) -> None:
     x, y = _pair()
-    captures = mock.patch.object(plans, "_capturing", lambda: True)
-    for calls_before in range(1, TO_PLAN):
+    for calls_before in range(1, TO_PLAN + 1):
         clear()
         _loss(x, y, calls_before)
-        known = [plan.differs for plan in _plans()]
-        with captures:
+        known = [(plan, plan.differs) for plan in _plans()]
+        with mock.patch.object(plans, "_capturing", lambda: True):
             _loss(x, y, 3)
-        assert known == [plan.differs for plan in _plans()] and not _hits()
-    _loss(x, y, TO_PLAN)
-    (plan,) = _plans()
-    plan.program = used = mock.Mock(wraps=plan.program)
-    with captures:
-        _loss(x, y)
-    assert used.called
+            assert known == [(plan, plan.differs) for plan in _plans()]
+            assert _uses_plan(x, y) if calls_before == TO_PLAN else not _hits()
 
 
 def check_ragged_batches_flush_no_count_and_record_nothing(_: FakeGPU) -> None:
