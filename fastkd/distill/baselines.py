@@ -151,7 +151,6 @@ class Embeddings(Method):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.check_numbers()
         check.choice("pooling", self.pooling, ("mean", "cls"))
         self.teacher_pool = self.pooling
         self.relation_loss = FCDLoss(0.0, 1.0, "l2", self.distance)
@@ -252,7 +251,6 @@ class GOLD(Method):
         super().__init__()
         check.number("temperature", self.temperature, above=0)
         check.choice("merge", self.merge, ("observed", "bayesian"))
-        self.check_numbers()
 
     def weights(self, progress: float) -> dict[str, float]:
         return {

@@ -5,7 +5,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -233,6 +233,11 @@ class Method(nn.Module):
         self.teacher_qkv: list[int] = []
         self._built_for: tuple[tuple[int, ...], ...] | None = None
         self.uses_lm_head = False  # set by `build`
+        options: Any = fields(self) if is_dataclass(self) else ()
+        for field in options:
+            value = getattr(self, field.name)
+            if field.type is float or (field.type == float | None and value is not None):
+                check.number(field.name, value, at_least=0)
 
     @property
     def teacher_layers(self) -> list[int]:
@@ -421,13 +426,6 @@ class Method(nn.Module):
             )
         return {name: getattr(self, name) for name in names}
 
-    def check_numbers(self) -> None:
-        """Raise unless each field that is a float is a finite number of at least 0."""
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.type is float or (field.type == float | None and value is not None):
-                check.number(field.name, value, at_least=0)
-
     def extra_repr(self) -> str:
         names = inspect.signature(type(self)).parameters
         return ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in names)
@@ -447,7 +445,6 @@ class WithSoftTargets(Method):
         Method.__init__(self)
         check.number("temperature", self.temperature, above=0)
         check.choice("divergence", self.divergence, DIVERGENCES)
-        self.check_numbers()
 
     @property
     def prediction_options(self) -> PredictionOptions:

@@ -273,6 +273,7 @@ class Batch:
         ``first`` (B, 1) is the position of the first label before its rotation, if the decoder's
         inputs derive from the labels.
         """
+        _check_tokens(inputs, segments)
         rotated = None
         has_decoder_inputs = any(inputs.get(name) is not None for name in DECODER_TOKENS)
         if any(model.reads_last_position(inputs) for model in readers):
@@ -431,6 +432,27 @@ def put_back(logits: Any, first: Tensor | None) -> Any:
     if first is None or (not torch.compiler.is_compiling() and not bool(first.any())):
         return logits
     return tree_map_only(Tensor, lambda x: rotate(x, (-first).to(x.device), 1), logits)
+
+
+def _check_tokens(inputs: dict[str, Any], segments: Any) -> None:
+    """Raise for what a tokenizer gives if it isn't a Tensor of the tokens' shape."""
+    ids = inputs.get("input_ids")
+    for name in ("segments", "input_ids", "attention_mask", "token_type_ids", "position_ids"):
+        x = segments if name == "segments" else inputs.get(name)
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x is None or ids is None or name == "segments" or torch.compiler.is_compiling():
+            continue
+        if name.endswith("_ids") and (x.is_floating_point() or x.dtype == torch.bool):
+            raise TypeError(f"{name} must be integers, got {x.dtype}")
+        if ids.dim() < 2:
+            raise ValueError(f"input_ids must be (B, N), got shape {tuple(ids.shape)}")
+        # Positions may be one row for all, or three for each token.
+        of_tokens = x.shape[-1:] == ids.shape[-1:] if "position" in name else x.shape == ids.shape
+        if not of_tokens:
+            raise ValueError(
+                f"{name} must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(x.shape)}"
+            )
 
 
 def pad_right(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any], Tensor | None]:

@@ -113,7 +113,17 @@ def wrong_rows():
     yield "task term needs labels in the batch", fcd, inputs
     yield r"labels have shape \(5,\)", fcd, {**inputs, "labels": labels[:5]}
     square = torch.ones(6, 1, 10, 10)
-    yield r"attention_mask must be \(B, N\)", fcd, {**data, "attention_mask": square}
+    words = "attention_mask must have the shape of input_ids"
+    yield words, fcd, {**data, "attention_mask": square}
+    for name, x, words in (
+        ("attention_mask", torch.ones(6, 9), r"must have the shape of input_ids, \(6, 10\)"),
+        ("input_ids", [[1, 2]], "must be a Tensor, got list"),
+        ("input_ids", torch.ones(6, 10), "must be integers"),
+        ("input_ids", torch.ones(10).long(), r"must be \(B, N\)"),
+        ("position_ids", torch.ones(6, 9).long(), "must have the shape"),
+        ("token_type_ids", torch.ones(9).long(), "must have the shape"),
+    ):
+        yield f"{name} {words}", fcd, {**data, name: x}
     nothing = FCD(alpha=0.0, beta=0.0, task_weight=0.0)
     yield "all weights of FCD are zero", of(nothing), data
     weights = torch.ones(6, 10)
