@@ -9,6 +9,8 @@ import torch
 
 import fastkd
 from fastkd._core.registry import LOSSES, inputs_of
+from fastkd.analysis import rccc
+from fastkd.distill import merged_span_loss, span_likelihood_loss
 from tests.losses import FILES
 from tests.support.every import DEVICE, every_loss, features, padding
 
@@ -83,6 +85,24 @@ def calls() -> Iterator[tuple[str, Callable, dict]]:
         function = getattr(fastkd, name)
         named = dict(zip(inspect.signature(function).parameters, (*learning, *given), strict=False))
         yield name, function, named | options
+    ids, spans = torch.zeros(2, 4).long(), torch.tensor([[0, 0, 1, 2]] * 2)
+    head, ours, theirs = torch.randn(20, 6), torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    both = {"student_spans": spans, "teacher_spans": spans}
+    yield from (
+        ("log_probs", fastkd.log_probs, {"hidden": ours, "head": head, "ids": ids}),
+        ("TopK.of", fastkd.TopK.of, {"hidden": ours, "head": head, "k": 3}),
+        ("canonical_correlations", fastkd.canonical_correlations, {"x": X, "y": Y}),
+        ("rccc", rccc, {"matrix": torch.rand(4, 4)}),
+        (
+            "span_likelihood_loss", span_likelihood_loss,
+            {"student_log_probs": -torch.rand(2, 4), "teacher_log_probs": -torch.rand(2, 4)} | both,
+        ),
+        (
+            "merged_span_loss", merged_span_loss,
+            {"student_hidden": ours, "student_head": head, "teacher_hidden": theirs,
+             "teacher_head": head.clone(), "student_ids": ids, "teacher_ids": ids} | both,
+        ),
+    )  # fmt: skip
     for name, kind in vars(fastkd).items():
         if name in fastkd.__all__ and inspect.isclass(kind):
             given = {x: NEEDED[x] for x in needed(kind)}
@@ -116,7 +136,7 @@ def test_garbage_is_refused_in_one_sentence(name):
         flag = option in FREE or (name, option) == ("FCDLoss()", "return_terms")
         for wrong in () if flag or parameter.kind == parameter.VAR_KEYWORD else GARBAGE:
             found = error_of(lambda **x: function(**given | x), **{option: wrong})
-            words = (*given, option)
+            words = (*given, option, "hidden")
             assert found is None or "\n" not in found, (option, wrong, found)
             assert found is None or any(x in found for x in words), (option, wrong, found)
             never = isinstance(wrong, str | int) and wrong in NEVER and name in OPTIONS

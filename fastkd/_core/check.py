@@ -70,7 +70,9 @@ def no_grad(name: str, x: Tensor) -> None:
 
 
 def shape(name: str, x: Tensor, sizes: Sequence[int], meaning: str) -> None:
-    """Raise unless ``x`` has the shape ``sizes``; ``meaning`` explains them in the error."""
+    """Raise unless ``x`` is a Tensor of the shape ``sizes``, which ``meaning`` explains."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
     if tuple(x.shape) != tuple(sizes):
         raise ValueError(f"{name} must have shape {tuple(sizes)} ({meaning}), got {tuple(x.shape)}")
 
@@ -90,8 +92,6 @@ def mask(
     """
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(mask).__name__}")
     shape(name, mask, sizes, f"the leading dimensions of {of}")
     device(name, mask, of, on)
     if mask.dtype == torch.bool:
@@ -165,8 +165,6 @@ def ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None
 
 def labels(name: str, labels: Tensor, size: int | Sequence[int], on: torch.device) -> None:
     """Raise unless ``labels`` has ``size`` entries, or the shape ``size``, on a device."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
     sizes = size if isinstance(size, Sequence) else (size,)
     shape(name, labels, sizes, "one label per row")
     device(name, labels, "the features", on, "are")

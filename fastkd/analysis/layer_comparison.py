@@ -188,8 +188,12 @@ def rccc(matrix: Tensor, *, first: int = 0) -> float:
     >>> rccc(torch.tensor([[1.0, 0.25], [0.25, 1.0]]))
     0.25
     """
+    check.floating("matrix", matrix)
+    check.integer("first", first)
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise ValueError(f"matrix must be square and not empty, got shape {tuple(matrix.shape)}")
+    if not 0 <= first < len(matrix):
+        raise ValueError(f"first must be from 0 to {len(matrix) - 1}, got {first}")
     return float(matrix[first, -1])
 
 

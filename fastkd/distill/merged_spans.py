@@ -82,6 +82,8 @@ def merged_span_loss(  # noqa: PLR0913 - a public loss
     tensor(0.7500)
     """
     student, teacher = as_head("student_head", student_head), as_head("teacher_head", teacher_head)
+    if vocabulary is not None and not isinstance(vocabulary, VocabularyMatch):
+        raise TypeError(f"vocabulary must be a VocabularyMatch, got {type(vocabulary).__name__}")
     sides = (
         ("student", student_hidden, student, student_ids, student_spans),
         ("teacher", teacher_hidden, teacher, teacher_ids, teacher_spans),
@@ -90,6 +92,7 @@ def merged_span_loss(  # noqa: PLR0913 - a public loss
         check.floating(f"{side}_hidden", hidden, 3)
         for name, x in (("ids", ids), ("spans", spans)):
             check.shape(f"{side}_{name}", x, hidden.shape[:2], f"the tokens of {side}_hidden")
+            check.integers(f"{side}_{name}", x)
         if vocabulary is not None and len(head.weight) != getattr(vocabulary, f"{side}_size"):
             raise ValueError(
                 f"vocabulary has {side}_size {getattr(vocabulary, f'{side}_size')} but "
@@ -100,6 +103,7 @@ def merged_span_loss(  # noqa: PLR0913 - a public loss
         check.no_grad("teacher_head", x)
     check.fraction("beta", beta)
     check.number("temperature", temperature, above=0)
+    temperature = float(temperature)
     check.choice("kept", kept, get_args(Kept))
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
@@ -226,8 +230,10 @@ def span_likelihood_loss(
     for side, x, spans in sides:
         check.floating(f"{side}_log_probs", x, 2)
         check.shape(f"{side}_spans", spans, x.shape, f"the tokens of {side}_log_probs")
+        check.integers(f"{side}_spans", spans)
     check.no_grad("teacher_log_probs", teacher_log_probs)
     check.number("temperature", temperature, above=0)
+    temperature = float(temperature)
     groups, texts = _shared_spans(student_spans, teacher_spans)
     totals = []
     for (_, x, spans), group in zip(sides, groups, strict=True):
