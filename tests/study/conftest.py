@@ -3,6 +3,7 @@
 import pytest
 
 from fastkd.cli import display
+from fastkd.study import grid_report
 from tests.support.runs import once
 from tests.support.tiny import run, write_tsv
 from tests.train.tasks.through import make_bare
@@ -50,6 +51,13 @@ def finished(tmp_path_factory):
         (root / "said").write_text(said)
 
     return once(tmp_path_factory, "study", make)
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """They take longer than all else of a report of few runs."""
+    for picture in ("_forest", "_curves"):
+        monkeypatch.setattr(grid_report, picture, lambda *_: b"")
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,15 @@ from types import SimpleNamespace
 import pytest
 from transformers import BertConfig, BertForMaskedLM
 
-from fastkd.study import grid, grid_report, grid_runs
+from fastkd.study import budget, grid, grid_report, grid_runs
+from fastkd.study.budget import Search
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
+from fastkd.train.errors import RunFailed
 from fastkd.train.options import read_options_file
+from fastkd.train.progress import Display
 from tests.support.draw import FIRST
 from tests.support.runs import once, stop_at, terminate
 from tests.support.tiny import make_teacher, run, sentences
@@ -122,15 +125,15 @@ def test_cells_of_a_file(root, tmp_path):
     assert [c.options["training_steps"] for c in short.cells] == [3] * 12
 
 
-def test_a_grid_equals_the_same_runs_by_hand(finished, done, tmp_path):
+def test_a_grid_equals_the_same_run_by_hand(done, tmp_path):
     """The runs share one fine-tuned teacher, equal to the command's."""
     cells, out = done.grid.cells, done.out
-    for i in (0, 4):  # of seed 0, as the shared teacher
-        report = run_distillation(Config.of(**cells[i].options, out=tmp_path / f"hand{i}"))
-        result = done.result(cells[i])
-        assert (result["teacher"], result["scores"]) == (report["teacher"], report["student"])
-        assert result["best"] == report["best"]["epoch"]
-        assert result["history"][0]["losses"] == report["history"][0]["losses"]
+    # Of seed 0, as the shared teacher.
+    report = run_distillation(Config.of(**cells[4].options, out=tmp_path / "hand"))
+    result = done.result(cells[4])
+    assert (result["teacher"], result["scores"]) == (report["teacher"], report["student"])
+    assert result["best"] == report["best"]["epoch"]
+    assert result["history"][0]["losses"] == report["history"][0]["losses"]
     assert len(list((out / "teachers").glob("*/teacher"))) == 1
     rows = list(csv.DictReader((out / "runs.csv").open()))
     assert len(rows) == len(cells) == 6 and rows[-1]["values"] == "alpha=1.0"
@@ -138,9 +141,6 @@ def test_a_grid_equals_the_same_runs_by_hand(finished, done, tmp_path):
     page = (out / "report.md").read_text()
     for part in ("| mean over tasks |", "compared with labels.", "## one"):
         assert part in page
-    before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
-    run("study", finished / "spec.toml", out=out)
-    assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 6
 
 
 class AtOnce:
@@ -152,14 +152,30 @@ class AtOnce:
         self.start = functools.partial(target, *pickle.loads(pickle.dumps(args)))
 
 
-def test_workers_and_a_stop_give_the_same_runs(finished, done, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_pictures")
+def test_workers_train_what_is_missing_or_changed(finished, done, tmp_path, monkeypatch):
     """Real processes share the runs of a study in tests/cli/test_processes.py."""
-    with monkeypatch.context() as patch:
-        context = {"spawn": SimpleNamespace(Process=AtOnce)}
-        patch.setattr(grid_runs.multiprocessing, "get_context", context.__getitem__)
-        few = dataclasses.replace(done.grid, cells=done.grid.cells[:2])
-        both = GridRuns(few, tmp_path / "both")
-        assert both.train(2)
+    out = shutil.copytree(done.out, tmp_path / "out")
+    runs = GridRuns(done.grid, out)
+    changed, damaged, *kept = map(runs.path, runs.cells)
+    edited = json.loads(changed.read_text())
+    edited["scores"]["accuracy"] = 0.999
+    changed.write_text(json.dumps(edited))
+    damaged.write_text(damaged.read_text()[:100])
+    assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
+    times = [path.stat().st_mtime_ns for path in kept]
+    context = {"spawn": SimpleNamespace(Process=AtOnce)}
+    monkeypatch.setattr(grid_runs.multiprocessing, "get_context", context.__getitem__)
+    output = run("study", finished / "spec.toml", out=out, jobs=2)
+    assert changed.name in output and damaged.name in output and kept[0].name not in output
+    assert [path.stat().st_mtime_ns for path in kept] == times
+    for cell in runs.cells[:2]:
+        for name in ("scores", "teacher", "predictions"):
+            assert runs.result(cell)[name] == done.result(cell)[name]
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_a_stopped_study_goes_on_to_the_same_runs(finished, done, tmp_path, monkeypatch):
     given = {"out": tmp_path / "out", "seeds": 1, "methods": "labels"}
     with monkeypatch.context() as patch:
         stop_at(patch, 3, terminate)  # of the student: the teacher has two steps
@@ -168,10 +184,9 @@ def test_workers_and_a_stop_give_the_same_runs(finished, done, tmp_path, monkeyp
     assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
     run("study", finished / "spec.toml", **given)
     assert not list((tmp_path / "out" / "runs").glob("*/"))
-    again = GridRuns(done.grid, tmp_path / "out")
-    for runs, cell in ((both, few.cells[0]), (both, few.cells[1]), (again, few.cells[0])):
-        for name in ("scores", "teacher"):
-            assert runs.result(cell)[name] == done.result(cell)[name]
+    again, cell = GridRuns(done.grid, tmp_path / "out"), done.cells[0]
+    for name in ("scores", "teacher"):
+        assert again.result(cell)[name] == done.result(cell)[name]
 
 
 def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
@@ -185,6 +200,89 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
             write_result(runs.path(cell), result)
         (kept,) = grid_report.best_cells(runs).values()
         assert kept["scores"] == {"perplexity": best}
+
+
+# What is searched within some hours
+
+CHANGES = {
+    "[1, 2]": "1", "epochs = 4": "steps = 40", "finetune_teacher = 1\n": "",
+    "[1e-4, 1e-3]": "[1e-4, 2e-4, 5e-4, 1e-3]", "[0.1, 1.0]": "[0.1, 0.2, 0.5, 1.0]",
+}  # fmt: skip
+
+
+@pytest.fixture
+def path(tiny, tmp_path):
+    """The file with four values in each list."""
+    for name in ("teacher", "train.tsv", "dev.tsv"):
+        (tmp_path / name).symlink_to(tiny / name)
+    path = tmp_path / "grid.toml"
+    path.write_text(replaced(FILE, CHANGES))
+    return path
+
+
+@pytest.fixture
+def study(path):
+    return grid.read(StudySettings(spec=path))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [
+    (1600, None),  # 2 seeds of 16 and 4 candidates, 40 seconds each
+    (1599, Search(16, 2)),  # a sixteenth of 16, a quarter of 4, then 2 seeds; labels: of 4
+    (279, Search(4, 2)),
+    (239, Search(1, 2)),
+    (159, Search(1, 1)),
+    (40, Search(1, 1, 0.5)),
+])  # fmt: skip
+def test_the_widest_search_that_fits(study, limit, expected):
+    arms = budget.arms_of(study)
+    assert [len(cells) for cells in arms.values()] == [4, 16]
+    seconds = dict.fromkeys(arms, 40.0)
+    assert budget.plan(study, seconds, limit) == expected
+    assert Search(16, 2).rungs(16) == [(16, 1 / 16), (4, 1 / 4)]
+    assert Search(16, 2).cost(16, 40.0) + Search(16, 2).cost(4, 40.0) == 280
+
+
+def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
+    """Scores rise with alpha and learning rate, and with the steps."""
+    trained, said = [], []
+
+    def train(self, jobs):
+        (self.out / "runs").mkdir(parents=True, exist_ok=True)
+        trained.append([cell.options.get("training_steps") for cell in self.grid.cells])
+        for cell in self.grid.cells:
+            score = cell.options["learning_rate"] + cell.options["options"].get("alpha", 0)
+            result = {"scores": {"accuracy": score}, "lower_is_better": []}
+            write_result(self.path(cell), result)
+        return True
+
+    monkeypatch.setattr(GridRuns, "train", train)
+    monkeypatch.setattr(GridRuns, "steps", lambda self, cell: (40, 1.0))
+    display = Display()
+    display.say = said.append
+    found = budget.searched(GridRuns(study, tmp_path, display), 1500 / 3600, 1).grid
+    assert trained == [[10] * 4 + [2] * 16, [10] * 4]
+    assert [(c.variant, c.seed, c.options["training_steps"]) for c in found.cells] == [
+        ("labels", 0, 40), ("labels", 1, 40), ("fcd", 0, 40), ("fcd", 1, 40)
+    ]  # fmt: skip
+    assert found.cells[-1].values == {"learning_rate": 1e-3, "--set alpha": 1.0}
+    assert found.notes[1] == (
+        "fcd on own: 16 of 16 values searched, best learning_rate=0.001, alpha=1.0."
+    )
+    assert said[1].startswith("all 40 runs take about 0.44 hours; these 0.078: at most 16 values")
+    monkeypatch.setattr(GridRuns, "train", lambda self, jobs: False)
+    with pytest.raises(RunFailed, match="a process died; the same command"):
+        budget.searched(GridRuns(study, tmp_path), 1500 / 3600, 1)
+
+
+def test_the_first_values_and_a_small_budget(path, tmp_path, monkeypatch, without_pictures):
+    monkeypatch.setattr(grid_runs, "TIMED", (1, 2))
+    first = grid.read(StudySettings(spec=path, grid="first"))
+    assert len(first.cells) == 4 and first.cells[-1].options["options"] == {"alpha": 0.1}
+    small = {"budget": 1e-15, "grid": "first", "methods": "labels"}
+    output = run("study", path, out=tmp_path / "out", **small)
+    assert "then 1 seed with 0% of the steps" in output
+    assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
+    assert "labels on own" not in output  # nothing was searched
 
 
 # The plan of each table: variants, tasks, seeds, and options, typed from the papers.
@@ -253,9 +351,11 @@ def test_a_table_without_its_corpus(monkeypatch):
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_of_a_table(name):
     recipe, variants, tasks, values = PLANS[name]
-    found = grid.read(StudySettings(spec=Path(f"paper:{name}")))
+    spec = Path(f"paper:{name}")
+    seeds = read_options_file(grid.path_of(spec)).get("seeds", 4)
+    assert seeds == (1 if name in ("lrc-bert-2", "lrkd-2") else 4)
+    found = grid.read(StudySettings(spec=spec, seeds=1))
     assert len(found.variants) == variants and set(found.tasks) == tasks
-    assert len(found.seeds) == (1 if name in ("lrc-bert-2", "lrkd-2") else 4)
     seen: dict[str, set] = {}
     for cell in found.cells:
         assert cell.options["preset"] == "paper"
@@ -327,18 +427,16 @@ def kind_of(name, cell):
 
 
 @pytest.mark.parametrize("extent", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
-def test_the_tables_run(models, tmp_path, monkeypatch, extent):
-    """Every table is checked; runs are of one table, drawn anew each time, or of every kind."""
-    for picture in ("_forest", "_curves"):  # drawn in other tests
-        monkeypatch.setattr(grid_report, picture, lambda *_: b"")
+def test_the_tables_run(models, tmp_path, monkeypatch, without_pictures, extent):
+    """Eight tables are checked and one runs, drawn anew each time; or runs of every kind."""
     for folder in ("WIKIPEDIA", "AUGMENTED"):
         monkeypatch.setenv(folder, str(models))
-    drawn = [*PLANS] if extent == "all" else random.Random(FIRST).sample([*PLANS], 1)
+    drawn = random.Random(FIRST).sample([*PLANS], len(PLANS) if extent == "all" else 8)
     kinds, most = set(), len(PLANS) if extent == "all" else 2
-    for name in PLANS:
+    for number, name in enumerate(drawn):
         runs = run_of_table(name, models, tmp_path)
         runs.check()
-        if name not in drawn:
+        if extent == "drawn" and number:
             continue
         new = {}
         for cell in runs.grid.cells:

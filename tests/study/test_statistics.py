@@ -1,4 +1,4 @@
-"""Statistics of a study, on data with known effects."""
+"""Statistics of a study, on data with known effects, their pictures and tables."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from fastkd.study import grid_report, paper_table
 from fastkd.study.grid import Cell, Grid
 from fastkd.study.grid_report import cells, findings, headline
 from fastkd.study.statistics import (
@@ -46,12 +47,12 @@ def run(accuracy, seed, **more):
     return {**ABOUT, "scores": scores, "predictions": answers, **more}
 
 
-def summary_of(results, names=None):
+def summary_of(results, names=None, paper=None):
     """The one table of a study's results by (variant, "t", seed)."""
     names = list(names or dict.fromkeys(name for name, *_ in results))
     seeds = tuple(range(1 + max(seed for *_, seed in results)))
     cells = tuple(Cell(name, "t", seed, {}, {}) for name in names for seed in seeds)
-    study = Grid("Typed", names[0], seeds, "none", cells)
+    study = Grid("Typed", names[0], seeds, "none", cells, paper)
     (summary,) = summarize(study, results)
     return study, summary, {row.variant: row for row in summary.rows}
 
@@ -66,14 +67,18 @@ def table(accuracies, seeds=4):
     return summary_of(results)
 
 
-def scored(metric, scores, **about):
-    """Rows of a study with these scores by variant and seed."""
+def scored(metric, scores, paper=None, **about):
+    """A study of these scores by variant and seed, its results, table and the table's rows."""
     results = {
-        (name, "t", seed): run(0.7, seed, scores={metric: score}, classes=[], **about)
+        (name, "t", seed): run(0.7, seed, **{
+            "scores": {metric: score}, "history": [{"step": 1, "scores": {metric: score}}],
+            "classes": [], **about,
+        })
         for name, by_seed in scores.items()
         for seed, score in enumerate(by_seed)
-    }
-    return summary_of(results)[2]
+    }  # fmt: skip
+    study, summary, rows = summary_of(results, paper=paper)
+    return study, results, summary, rows
 
 
 def test_verdicts_find_the_planted_effects_only():
@@ -119,11 +124,12 @@ def test_variance_is_at_least_that_of_rounding_to_one_row():
 def test_percentages_of_rows_are_rounded_to_one_row_and_numbers_are_not():
     """Each seed has one more of 20 answers right: by chance, as with the same accuracies."""
     scores = {"labels": [60.0] * 3, "other": [65.0] * 3}
-    row = scored("exact_match", scores, references=["film"] * 20, percent=["exact_match"])["other"]
+    about = {"references": ["film"] * 20, "percent": ["exact_match"]}
+    row = scored("exact_match", scores, **about)[-1]["other"]
     assert row.difference == paired_difference([5.0] * 3, step=5.0)
     assert row.difference.rounded and row.verdict == ALIKE
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
-    row = scored("pearson", scores, references=[0.5] * 20)["better"]
+    row = scored("pearson", scores, references=[0.5] * 20)[-1]["better"]
     expected = stats.ttest_rel(scores["better"], scores["labels"])
     assert row.difference.p == pytest.approx(expected.pvalue)
     assert row.verdict == ABOVE and row.rows_interval is None
@@ -137,10 +143,10 @@ def test_holm_matches_values_computed_by_hand():
     assert holm([]) == []
 
 
-@pytest.mark.parametrize("classes", [2, 4])
-def test_metrics_of_confusion_matrices_match_scikit_learn(classes):
-    draws = np.random.default_rng(1)
-    true, guess = draws.integers(0, classes, (2, 60))
+@pytest.mark.parametrize(("classes", "present"), [(2, [0, 1]), (4, range(4)), (3, [0, 2])])
+def test_metrics_of_confusion_matrices_match_scikit_learn(classes, present):
+    """Macro F1 leaves out classes that do not occur."""
+    true, guess = np.random.default_rng(1).choice(present, (2, 60))
     table = np.zeros((classes, classes))
     np.add.at(table, (true, guess), 1)
     average = "binary" if classes == 2 else "macro"
@@ -150,12 +156,7 @@ def test_metrics_of_confusion_matrices_match_scikit_learn(classes):
     assert of_confusion("mcc", np.array([[5.0, 0.0], [5.0, 0.0]])) == 0.0
 
 
-def test_macro_f1_leaves_out_classes_that_do_not_occur():
-    true, guess = [0, 0, 2, 2, 2], [0, 2, 2, 2, 0]
-    table = np.zeros((3, 3))
-    np.add.at(table, (true, guess), 1)
-    assert of_confusion("f1", table) == pytest.approx(f1_score(true, guess, average="macro"))
-    # With a head of three classes F1 is a mean over classes, even if the rows have only two.
+def test_f1_of_a_head_of_three_classes_is_a_mean_even_if_the_rows_have_two():
     two = [[0, 1] * 50], [[0, 0] * 50]
     low, high = bootstrap_interval("f1", [0, 1] * 50, *two, num_classes=3)
     gain = 1 - f1_score([0, 1] * 50, [0] * 100, average="macro", zero_division=0.0)
@@ -234,3 +235,78 @@ def test_findings_warn_of_empty_classes_chance_and_constant_students():
     assert cells(summary.rows[1])[0] == "always no (one prediction for all rows: 2 seeds)"
     results = {at: {**r, **ABOUT, "training_rows": [5, 5]} for at, r in results.items()}
     assert "Classes without" not in findings(summary_of(results)[1])
+
+
+BARE: dict = {"references": [], "predictions": [0]}
+
+
+def test_learning_curves_average_runs_of_different_lengths(monkeypatch):
+    scores = {"labels": (0.5, 0.6), "fcd": (0.5, 0.6)}
+    study, found, *summaries, _ = scored("accuracy", scores, **BARE)
+    for (variant, _, seed), result in found.items():
+        steps = (4, 8) if seed else (2, 4, 5)
+        result["history"] = [{"step": n, "scores": {"accuracy": n / steps[-1]}} for n in steps]
+        if variant == "fcd":
+            result["history"] = [x | {"intra_class_similarity": 0.5} for x in result["history"]]
+    monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
+    (ax,) = grid_report._similarity_curves(study, summaries, found).axes
+    assert ax.get_title() == "t: M_ICS" and len(ax.lines) == 1
+    assert list(ax.lines[0].get_ydata()) == [0.5] * 3
+    figure = grid_report._curves(study, summaries, found)
+    (ax,) = figure.axes
+    _, *lines = ax.lines  # the first is the teacher's
+    assert len(lines) == 2
+    for line in lines:
+        assert list(line.get_xdata()) == pytest.approx([0.4, 0.8, 1.0])
+        assert list(line.get_ydata()) == pytest.approx([(0.4 + 0.5) / 2, 0.8, 1.0])
+    assert lines[0].get_linewidth() > lines[1].get_linewidth()  # so that both show
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["teacher", "labels", "fcd"]
+
+
+PERPLEXITIES = {
+    "labels": (28.5, 28.9, 28.4),
+    "lower": (23.7, 24.2, 23.5),
+    "higher": (31.5, 31.8, 31.3),
+    "alike": (28.4, 29.1, 28.3),
+}
+PAPER = {
+    "title": "Perplexity", "columns": {"x": "t perplexity", "y": ""},
+    "rows": {"labels": [28.5, 1], "lower": [23.7, 1], "higher": [27.0, 1], "alike": ["-", 1]},
+}  # fmt: skip
+
+
+def test_pictures_and_tables_of_a_metric_to_minimise(monkeypatch):
+    """Lower perplexity is the better verdict."""
+    lower = {**BARE, "lower_is_better": ["perplexity"], "teacher": {"perplexity": 20.0}}
+    made, results, summary, rows = scored("perplexity", PERPLEXITIES, PAPER, **lower)
+    assert (rows["lower"].verdict, rows["lower"].quality) == ("below", "better")
+    assert (rows["higher"].verdict, rows["higher"].quality) == ("above", "worse")
+    assert rows["alike"].verdict == "not told apart" and rows["alike"].quality == ""
+    assert rows["lower"].difference.mean == pytest.approx(-4.8)
+    assert rows["lower"].rows_interval is None
+    assert rows["lower"].recovered.mean == pytest.approx(4.8 / 8.6, abs=0.01)
+    text = "lower is better than labels on t; higher is worse than labels on t."
+    assert headline(made, [summary]) == f"Beyond noise: {text}"
+    assert "below (better)" in cells(rows["lower"])
+    monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
+    (ax,) = grid_report._forest(made, [summary], results).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["higher", "alike", "lower"]
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [line.get_color() for line in dots][::2] == ["#b42318", "#1a7f37"]
+    assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # not in percentage points
+    assert ax.get_xlabel() == "perplexity (lower is better) above labels"
+    beside = paper_table.beside(made, [summary], results)
+    assert beside["columns"] == ["", "paper: x", "ours: x", "paper: y"]
+    assert beside["rows"][1] == ["lower", "23.7", "23.80 ± 0.36", "1"]
+    lower, higher = beside["order"]
+    assert (
+        lower == "x: lower is below labels in the paper (-4.8); here the same, beyond noise (-4.80)"
+    )
+    assert higher.endswith("(-1.5); here the opposite, beyond noise (+2.93)")
+    # Percentages are not scaled again.
+    given = {**BARE, "percent": ["accuracy"], "teacher": {"accuracy": 61.0}}
+    made, results, summary, _ = scored("accuracy", PERPLEXITIES, **given)
+    (ax,) = grid_report._forest(made, [summary], results).axes
+    dots = sorted(line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o")
+    assert dots[0] == pytest.approx(-4.8)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
-from fastkd.study import docstrings, grid, grid_report, grid_runs, paper_table
+from fastkd.study import docstrings, grid, grid_report, grid_runs
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns
 from fastkd.train import assembling, data
@@ -89,27 +89,6 @@ def test_report_of_a_study(finished):
     ):
         found = [line for line in lines if line.startswith(start)]
         assert found and found[0].endswith(end), (start, lines)
-
-
-def test_missing_changed_and_new_runs_are_trained(root, finished):
-    out, path = shutil.copytree(finished / "out", root / "out"), finished / "spec.toml"
-    before = {p.name: p.read_text() for p in (out / "runs").glob("*.json")}
-    runs = GridRuns(read(path), out)
-    changed, damaged, *kept = (runs.path(cell) for cell in runs.cells)
-    edited = read_json(changed)
-    edited["scores"]["accuracy"] = 0.999
-    changed.write_text(json.dumps(edited))
-    damaged.write_text(damaged.read_text()[:100])
-    assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
-    times = [p.stat().st_mtime_ns for p in kept]
-    output = run("study", path, out=out)
-    assert changed.name in output and damaged.name in output and kept[0].name not in output
-    assert [p.stat().st_mtime_ns for p in kept] == times
-    for p in (changed, damaged):
-        one, two = json.loads(before[p.name]), read_json(p)
-        for name in ("predictions", "scores"):
-            assert one[name] == two[name]
-    assert len(read(path, seeds=3).cells) == 9
 
 
 def test_a_cache_gives_the_same_scores(written, root, finished, monkeypatch):
@@ -201,6 +180,7 @@ def without(name):
     return "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
 
 
+# Lines of the file, of its methods, and after "data: " of its data set.
 @pytest.mark.parametrize(("line", "message"), [
     ('select = "best"', "select must be"),
     ("[grid]\nlearning_rat = [1e-4]", "'learning_rat' is no option"),
@@ -225,26 +205,21 @@ def without(name):
     ('[methods]\nfcd = {layers = "tops"}', "top"),
     ('[methods]\nlrc_bert = {preset = "papers"}', "paper"),
     ("[methods]\nfcd = 5", "methods.fcd must be a table"),
+    ('data: labelled = "x"', "labelled must be int"),
+    ('data: docstrings = "area"', "docstrings must be areas or pairs"),
+    ('data: docstrings = "areas"', "docstrings and eval exclude each other"),
+    ("data: train = 5", "train must be a path"),
+    ("data: files = 5", "tasks.one has no option 'files'"),
+    ('data: task = "causal-lm"', "column"),
+    ('data: train = "none.tsv"', r"none\.tsv: no such file"),
 ])  # fmt: skip
-def test_invalid_field_of_a_study_is_named(written, line, message):
-    methods = f"{line}\n" if line.startswith("[") else FEW
-    shared = SHARED if methods is not FEW else f"{line}\n{without(line.split(' ')[0])}"
+def test_an_invalid_field_is_named(written, line, message):
+    _, of_data, field = line.rpartition("data: ")
+    others = without(field.split(" ")[0])
+    shared = f"{others}\n{field}\n" if of_data else f"{field}\n{others}"
+    given = (f"{line}\n", SHARED) if line.startswith("[") else (FEW, shared)
     with pytest.raises(InputError, match=message):
-        check(written(methods, shared))
-
-
-@pytest.mark.parametrize(("line", "message"), [
-    ('labelled = "x"', "labelled must be int"),
-    ('docstrings = "area"', "docstrings must be areas or pairs"),
-    ('docstrings = "areas"', "docstrings and eval exclude each other"),
-    ("train = 5", "train must be a path"),
-    ("files = 5", "tasks.one has no option 'files'"),
-    ('task = "causal-lm"', "column"),
-    ('train = "none.tsv"', r"none\.tsv: no such file"),
-])  # fmt: skip
-def test_invalid_field_of_a_data_set_is_named(written, line, message):
-    with pytest.raises(InputError, match=message):
-        check(written(FEW, f"{without(line.split(' ')[0])}\n{line}\n"))
+        check(written(*given))
 
 
 def test_unreadable_files(root):
@@ -289,7 +264,7 @@ def test_report_does_not_overwrite_files_that_fastkd_did_not_write(root, finishe
     grid_report.claim(finished / "out")
 
 
-def test_errors_of_workers(written, root, finished, monkeypatch):
+def test_errors_of_workers(written, root, finished, monkeypatch, without_pictures):
     """A dead process is one after the report; any other is one sentence."""
     out, path = shutil.copytree(finished / "out", root / "out"), finished / "spec.toml"
     next((out / "runs").glob("*.json")).unlink()
@@ -341,7 +316,7 @@ def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
     assert sorted(set(two.train.labels.tolist())) == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_study_of_rows_without_classes(tmp_path):
+def test_study_of_rows_without_classes(tmp_path, without_pictures):
     make_decoder(tmp_path / "teacher")
     for i, name in enumerate(("train", "dev")):
         write_text(tmp_path / f"{name}.txt", 20, i)
@@ -350,7 +325,7 @@ def test_study_of_rows_without_classes(tmp_path):
     with pytest.raises(InputError, match="knn on one: method knn: compares rows of one class"):
         check(write(tmp_path, tmp_path / "teacher", "[methods]\nknn = {}\n", text))
     path = write(tmp_path, tmp_path / "teacher", "[methods]\nfcd = {}\n", text)
-    run("study", path, out=tmp_path / "out", seeds=1)
+    run("study", path, out=tmp_path / "out", seeds=1, steps=1)
     (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
     (path,) = (tmp_path / "out" / "runs").glob("*.json")
     result, page = read_json(path), (tmp_path / "out" / "report.md").read_text()
@@ -358,99 +333,6 @@ def test_study_of_rows_without_classes(tmp_path):
     assert "intra_class_similarity" not in result and row["rows_low"] == ""
     assert row["metric"] == "perplexity" and "lower is better" in page
     assert "Classes without" not in page and "same prediction" not in page
-
-
-# Pictures and the paper's table, of results typed here
-
-
-def results_of(scores, metric="accuracy", teacher=0.9, paper=None, **more):
-    """A grid of typed scores, by variant and seed, and its results."""
-    cells = tuple(grid.Cell(n, "t", s, {}, {}) for n in scores for s in range(len(scores[n])))
-    found = {
-        (name, "t", seed): {
-            "scores": {metric: value}, "teacher": {metric: teacher}, "rccc": 0.5, "classes": [],
-            "predictions": [0, seed], "references": [], "warnings": {}, "lower_is_better": [],
-            "percent": [], "rows": {"train": 10, "eval": 20}, "options": {}, "seconds": 1.0,
-            "history": [{"step": 1, "scores": {metric: value}}], **more,
-        }
-        for name, values in scores.items()
-        for seed, value in enumerate(values)
-    }  # fmt: skip
-    seeds = tuple(range(len(next(iter(scores.values())))))
-    study = grid.Grid("Typed", next(iter(scores)), seeds, "none", cells, paper)
-    return study, found, grid_report.summarize(study, found)
-
-
-def test_learning_curves_average_runs_of_different_lengths(monkeypatch):
-    study, found, summaries = results_of({"labels": (0.5, 0.6), "fcd": (0.5, 0.6)})
-    for (variant, _, seed), result in found.items():
-        steps = (4, 8) if seed else (2, 4, 5)
-        result["history"] = [{"step": n, "scores": {"accuracy": n / steps[-1]}} for n in steps]
-        if variant == "fcd":
-            result["history"] = [x | {"intra_class_similarity": 0.5} for x in result["history"]]
-    monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
-    (ax,) = grid_report._similarity_curves(study, summaries, found).axes
-    assert ax.get_title() == "t: M_ICS" and len(ax.lines) == 1
-    assert list(ax.lines[0].get_ydata()) == [0.5] * 3
-    figure = grid_report._curves(study, summaries, found)
-    (ax,) = figure.axes
-    _, *lines = ax.lines  # the first is the teacher's
-    assert len(lines) == 2
-    for line in lines:
-        assert list(line.get_xdata()) == pytest.approx([0.4, 0.8, 1.0])
-        assert list(line.get_ydata()) == pytest.approx([(0.4 + 0.5) / 2, 0.8, 1.0])
-    assert lines[0].get_linewidth() > lines[1].get_linewidth()  # so that both show
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["teacher", "labels", "fcd"]
-
-
-PERPLEXITIES = {
-    "labels": (28.5, 28.9, 28.4),
-    "lower": (23.7, 24.2, 23.5),
-    "higher": (31.5, 31.8, 31.3),
-    "alike": (28.4, 29.1, 28.3),
-}
-PAPER = {
-    "title": "Perplexity", "columns": {"x": "t perplexity", "y": ""},
-    "rows": {"labels": [28.5, 1], "lower": [23.7, 1], "higher": [27.0, 1], "alike": ["-", 1]},
-}  # fmt: skip
-
-
-def test_pictures_and_tables_of_a_metric_to_minimise(monkeypatch):
-    """Lower perplexity is the better verdict."""
-    lower = {"lower_is_better": ["perplexity"], "metric": "perplexity", "teacher": 20.0}
-    made, results, summaries = results_of(PERPLEXITIES, paper=PAPER, **lower)
-    (summary,) = summaries
-    rows = {row.variant: row for row in summary.rows}
-    assert (rows["lower"].verdict, rows["lower"].quality) == ("below", "better")
-    assert (rows["higher"].verdict, rows["higher"].quality) == ("above", "worse")
-    assert rows["alike"].verdict == "not told apart" and rows["alike"].quality == ""
-    assert rows["lower"].difference.mean == pytest.approx(-4.8)
-    assert rows["lower"].rows_interval is None
-    assert rows["lower"].recovered.mean == pytest.approx(4.8 / 8.6, abs=0.01)
-    text = "lower is better than labels on t; higher is worse than labels on t."
-    assert grid_report.headline(made, summaries) == f"Beyond noise: {text}"
-    assert "below (better)" in grid_report.cells(rows["lower"])
-    monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
-    (ax,) = grid_report._forest(made, summaries, results).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["higher", "alike", "lower"]
-    dots = [line for line in ax.lines if line.get_marker() == "o"]
-    assert [line.get_color() for line in dots][::2] == ["#b42318", "#1a7f37"]
-    assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # not in percentage points
-    assert ax.get_xlabel() == "perplexity (lower is better) above labels"
-    beside = paper_table.beside(made, summaries, results)
-    assert beside["columns"] == ["", "paper: x", "ours: x", "paper: y"]
-    assert beside["rows"][1] == ["lower", "23.7", "23.80 ± 0.36", "1"]
-    lower, higher = beside["order"]
-    assert (
-        lower == "x: lower is below labels in the paper (-4.8); here the same, beyond noise (-4.80)"
-    )
-    assert higher.endswith("(-1.5); here the opposite, beyond noise (+2.93)")
-    # Percentages are not scaled again.
-    made, results, summaries = results_of(PERPLEXITIES, percent=["accuracy"], teacher=61.0)
-    (ax,) = grid_report._forest(made, summaries, results).axes
-    dots = sorted(line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o")
-    assert dots[0] == pytest.approx(-4.8)
 
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "bench" / "studies").glob("*.toml"))
