@@ -1,9 +1,15 @@
 """Malformed rows of every task: one sentence each, which names the file."""
 
+import datetime
+import gzip
+import io
 import json
 import math
+import os
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from fastkd.train.data import load
 from fastkd.train.errors import InputError
@@ -211,3 +217,89 @@ def test_other_rows_than_those_of_the_training(tmp_path):
     other.write_text('{"question": "a", "choices": ["b", "c"]}')
     with pytest.raises(InputError, match="2 choices where the training rows have 4"):
         load(source(task="multiple-choice", train=train, evals=train, unlabelled=other))
+
+
+def columns(text, label, names=("text", "label")):
+    """A Parquet file, in bytes."""
+    buffer, arrays = io.BytesIO(), [pyarrow.array(text), pyarrow.array(label)]
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, [*names]), buffer)
+    return buffer.getvalue()
+
+
+NOW = datetime.datetime(2020, 1, 1)
+HEAD = "text\tlabel\n"
+ZIPPED = gzip.compress(HEAD.encode() + b"good film\t1\n" * 5000)
+WHOLE = columns(["a"], [1])
+#: Files of labelled text, of which some are not what their names say: the name, its content, what
+#: is said of it, and options. Broken rows of right files: tests/train/test_drawn_files.py.
+FILES = [
+    ("mac.tsv", "text\tlabel\rgood\t1\r", "no rows"),
+    ("utf16.csv", "text,label\ngood,1\n".encode("utf-16-le"), "which column is the text"),
+    ("latin.json", b'[{"text": "a", "label": 1},\n{"text": "\xfc"}]', "row 2: not UTF-8"),
+    ("digits.jsonl", '{"text": "a", "label": ' + "9" * 5000 + "}\n", "row 1: not JSON"),
+    ("half.jsonl", r'{"text": "\ud800", "label": 1}', "row 1: column 'text' holds half"),
+    ("object.json", '{"data": [{"text": "a", "label": 1}]}', "which column is the text"),
+    ("none.json", "[]", "no rows"),
+    ("deep.json", "[" * 100_000, "row 1: not JSON"),
+    ("two.json", '[{"text": "a", "label": 1}]\n[]', "row 2: not JSON"),
+    ("cut.json", '[{"text": "a", "label": 1},\n\n', "row 3: not JSON"),
+    ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
+    ("names.csv", ",\na,1\n", "row 1: column '' occurs twice"),
+    ("blank.csv", " , label\na,1\n", "which column is the text"),
+    ("bars.csv", "text|label\na|1\n", "its columns are separated by '|'"),
+    ("lead.csv", "\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
+    ("open.csv", 'text,label\n"a\nb,1\n', 'row 2: its quote " is not closed'),
+    ("after.csv", 'text,label\n"a"b,1\n', "row 2: "),
+    ("space.tsv", HEAD + "\u3000\t1\n", "row 2: column 'text' is empty"),
+    ("empty.tsv", "", "the file is empty"),
+    ("cut.tsv.gz", ZIPPED[:-9], "can't be read"),
+    ("sum.tsv.gz", ZIPPED[:-8] + b"\0" * 8, "can't be read"),
+    ("more.tsv.gz", ZIPPED + b"xxx", "can't be read"),
+    ("x.parquet", ZIPPED, "can't be read as Parquet"),
+    *((f"{end}.parquet", WHOLE[:end], "can't be read as Parquet")
+      for end in (4, len(WHOLE) // 2, len(WHOLE) - 1)),
+    ("null.parquet", columns(["a", None], [1, 0]), "row 2: column 'text' is not text"),
+    ("list.parquet", columns([["a"]], [1]), "row 1: column 'text' is not text"),
+    *(("label.parquet", columns(["a", "b"], label), "row 1: label") for label in (
+        [NOW, NOW], [math.nan, 0.0], [{"a": 2}, {"a": 3}])),
+    ("twice.parquet", columns(["a"], ["b"], ["text", "text"]), "'text' occurs twice"),
+    ("empty.parquet", columns(pyarrow.array([], pyarrow.string()), []), "no rows"),
+    ("x.tsv.bz2", b"BZh", "unknown kind"),
+    ("x", HEAD, "unknown kind"),
+    (".tsv", HEAD, "unknown kind"),
+    ("a.tsv", HEAD + "a\t1\n", "--label-column & 'label'", {"label_column": "Lable"}),
+    ("a.tsv", HEAD + "a\t1\n", "--text-pair-column & 'b'", {"text_pair_column": "b"}),
+    ("a.tsv", "a\tlabel\nx\t1\n", "--text-column & a, label"),
+    ("a.tsv", HEAD + "a\t1\nb\t1\n", "every label is '1'"),
+    ("a.tsv", HEAD + "a\t0.5\nb\thigh\n", "row 3 & 'high' & --labels classes"),
+    ("a.tsv", HEAD + "a\t1_0\nb\t0.5\n", "label '1_0' is not a number"),
+    ("a.tsv", HEAD + "a\tx\nb\tNaN\n", "row 3 & 'NaN' & --labels classes"),
+    ("a.tsv", HEAD + "a\t1.5\nb\t1e39\n", "row 3 & '1e39'", {"labels": "numbers"}),
+    ("a.tsv", HEAD + "a\t1\n", "--labels & mean 'classes'", {"labels": "class"}),
+    ("a.tsv", HEAD + "a\t1\n", "--no-header & --text-column", {"no_header": True}),
+    ("a.tsv", HEAD + "a\t1\n", "no column '2' & 0, 1",
+     {"no_header": True, "text_column": "0", "label_column": "2"}),
+    ("a.tsv", HEAD + "a\t1\nb\t0\n", "--metric & classification", {"metric": "pearson"}),
+    ("a.tsv", HEAD + "a\t1\nb\t0\n", "--eval is missing", {"evals": None}),
+    ("a.tsv", HEAD + "a\t1\nb\t0\n", "--train is missing", {"train": None}),
+    ("a.tsv", HEAD, "no data", {"train": None, "evals": None}),
+]  # fmt: skip
+
+
+def test_a_mistake_in_a_file_is_one_sentence(tmp_path):
+    os.mkfifo(tmp_path / "pipe.tsv")
+    (tmp_path / "loop.tsv").symlink_to("loop.tsv")
+    (tmp_path / "folder.tsv").mkdir()
+    for name, content, words, *options in (
+        *FILES, ("pipe.tsv", None, "not a regular file"), ("loop.tsv", None, "no such file"),
+        ("folder.tsv", None, "directory"), ("\udcff.tsv", None, "no such file"),
+        ("/dev/null", None, "--train"),
+    ):  # fmt: skip
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        with pytest.raises(InputError) as error:
+            load(source(**{"train": path, "evals": path, **dict(*options)}))
+        said = str(error.value)
+        assert all(part in said for part in words.split(" & ")), (name, said)
+        assert options or path.name in said, (name, said)
