@@ -12,12 +12,7 @@ from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, prompts_of
 from tests.support.runs import losses_of, report_of
 from tests.support.tiny import run, usual
-from tests.train.tasks.through import (
-    encoded,
-    make_chat_teacher,
-    says,
-    write_chats,
-)
+from tests.train.tasks.through import encoded, make_chat_teacher, says, write_chats
 
 
 @pytest.fixture(scope="module")

@@ -123,30 +123,28 @@ def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(tokenizer, t
         assert "fine" not in text and parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
 
 
+THOUGHT = "<think> fine </think> bad [SEP]"
+
+
 @pytest.mark.left_out(where=lambda x: x["tokenizer"] == "slow" and x["own"] != "content")
-@pytest.mark.left_out(where=lambda x: x["own"] == "thinking" and ".thinking" not in x["template"])
-@pytest.mark.parametrize("own", ["reasoning_content", "thinking", "content"])
-@pytest.mark.parametrize("template, keep, prompt", [
-    (THINKS, "<think> fine </think> bad [SEP]", "[CLS] user so [SEP] [CLS] assistant"),
-    (DROPS, "fine </think> bad [SEP]", "[CLS] so [MASK] <think>"),
-    (CHANNELS, "fine fine [SEP] assistant is bad [CLS]", "user so [SEP] assistant"),
-    (MARKS, "<think> fine </think> bad [SEP]", "[CLS] so [MASK]"),
+@pytest.mark.parametrize(("template", "own", "keep", "prompt"), [
+    (THINKS, "reasoning_content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
+    (THINKS, "content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
+    (DROPS, "reasoning_content", "fine </think> bad [SEP]", "[CLS] so [MASK] <think>"),
+    (CHANNELS, "thinking", "fine fine [SEP] assistant is bad [CLS]", "user so [SEP] assistant"),
+    (CHANNELS, "content", "<think> fine </think> bad [CLS]", "user so [SEP] assistant is"),
+    (MARKS, "content", THOUGHT, "[CLS] so [MASK]"),
     # The template switches by the row.
-    (SWITCHED, "<think> fine </think> bad [SEP]", "[MASK] [CLS] user so [SEP] [CLS] assistant"),
-    ("{% for m in messages %}[CLS] {{ m.content }} [SEP] {% endfor %}",
-     "<think> fine </think> bad [SEP]", "[CLS] so [SEP] [CLS]"),
+    (SWITCHED, "reasoning_content", THOUGHT, "[MASK] [CLS] user so [SEP] [CLS] assistant"),
+    ("{% for m in messages %}[CLS] {{ m.content }} [SEP] {% endfor %}", "reasoning_content",
+     THOUGHT, "[CLS] so [SEP] [CLS]"),
 ])  # fmt: skip
-def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, own, template, keep, prompt):
+def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, template, own, keep, prompt):
     """Whatever the template does with them; `fastkd predict` asks as the training."""
     tokenizer.chat_template = template
     talk = says("so", "bad")
     bare = write_chats(tmp_path / "bare.jsonl", [talk])
-    if own == "content":
-        talk[1]["content"] = "<think>\nfine\n</think>\n\nbad"
-    else:
-        talk[1][own] = "fine"
-    if (own, template) == ("content", CHANNELS):
-        keep, prompt = "<think> fine </think> bad [CLS]", "user so [SEP] assistant is"
+    talk[1][own] = "<think>\nfine\n</think>\n\nbad" if own == "content" else "fine"
     path = write_chats(tmp_path / "a.jsonl", [talk])
     question = write_chats(tmp_path / "b.jsonl", [talk[:1]])
     most = {"thoughts": 1.0}
@@ -155,8 +153,8 @@ def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, own, template, k
     assert asked(tokenizer, path, **most) == prompt
     if own != "content":
         assert asked(tokenizer, question, **most) == prompt
-    for thinking, other in (("drop", bare), ("keep", path)):
-        one = learned(tokenizer, path if thinking == "drop" else other, thinking=thinking)
+    for thinking in ("drop", "keep"):
+        one = learned(tokenizer, path, thinking=thinking)
         assert (one == learned(tokenizer, bare)) == (thinking == "drop")
     end = keep.split()[-1]
     assert learned(tokenizer, path, thinking="prompt") == (text, [f"bad {end}"])

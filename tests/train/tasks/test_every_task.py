@@ -27,6 +27,7 @@ from tests.train.tasks.through import (
     encoded,
     labelled,
     loss_of,
+    make_body,
     queries,
     questions,
     rows_of,
@@ -84,8 +85,12 @@ def chat(path):
 
 
 def embedding(path):
-    report, rows = through(path, "embedding", 24, finetune=False)
+    """By a student of another body and tokenizer."""
+    body = make_body(path / "body")
+    report, rows = through(path, "embedding", 24, finetune=False, student=body)
     assert report["student"].keys() == {"spearman", "pearson"}
+    words = t.AutoTokenizer.from_pretrained(path / "run/student")
+    assert words.model_max_length == 24 and "##od" in words.get_vocab()
     for text, vector in (("text", "embedding"), ("pair", "pair_embedding")):
         (expected,) = vectors_of(path / "run/student", texts=[row[text] for row in rows])
         np.testing.assert_allclose([row[vector] for row in rows], expected, atol=1e-5)

@@ -9,18 +9,16 @@ import transformers as t
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fastkd.train.data import Encoder, load, read_file
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.loading import TwoTokenizerCollator
-from fastkd.train.models import sample
 from fastkd.train.tasks import Columns, named
 from tests.support.runs import first_step, made, report_of
-from tests.support.tiny import run, sentences, source, usual, write_onnx, write_tsv
+from tests.support.tiny import run, sentences, usual, write_tsv
 from tests.train.tasks.through import (
     make_bare,
     make_chat_teacher,
     rows_of,
     says,
-    through,
     write_chats,
     write_text,
 )
@@ -157,19 +155,6 @@ def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
     first_step(**{**texts, "max_length": 32})
 
 
-def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
-    own = {"student": folder / "student", "unmatched": "bucket", "finetune": False}
-    own |= {"train": folder / "train.txt", "eval": folder / "eval.txt"}
-    report, _ = through(tmp_path, "causal-lm", teacher=folder / "teacher", **own)
-    assert report["student"]["bits_per_byte"] > 0
-    student = t.AutoModelForCausalLM.from_pretrained(tmp_path / "run/student")
-    write_onnx(student, tmp_path / "model.onnx", "logits")
-    words = {"model": tmp_path / "run/student", "data": own["eval"], "device": "cpu"}
-    error = run("evaluate", onnx=tmp_path / "model.onnx", **words, expect=2)
-    assert "--onnx: --task causal-lm separates documents by positions" in error
-    assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "student")
-
-
 def test_top_k_cache_and_errors(texts, tmp_path):
     cache = {**texts, "epochs": None, "learning_rate": None, "out": tmp_path / "cache"}
     made = run("cache", **cache, top_k=5, unmatched="bucket")
@@ -274,15 +259,3 @@ def test_a_batch_has_the_tokens_of_both(folder):
         inputs = tokenizer(rows.texts[:4], padding=True, return_tensors="pt")
         expected |= {f"{prefix}{name}": x for name, x in inputs.items()}
     torch.testing.assert_close(batch, expected)
-
-
-def test_rows_of_the_comparison_have_their_numbers(tmp_path):
-    path = tmp_path / "pairs.csv"
-    lines = [f"a {i},b {i},{i % 2}" for i in range(40)]
-    path.write_text("\n".join(["text,pair,label", *lines]) + "\n")
-    corpus = load(source(train=path, evals=path, text_pair_column="pair"))
-    numbers, texts = sample(corpus)
-    assert len(numbers) == len(texts) == 80
-    assert all(
-        text.split()[1] == str(number - 2) for number, text in zip(numbers, texts, strict=True)
-    )
