@@ -248,13 +248,3 @@ def test_a_decoder_without_padding_token_and_a_student_without_segments(ready, t
         models.distiller.prepare([batch])
         models.distiller(**batch).loss.backward()
         assert models.student.config.pad_token_id == 0
-
-
-def test_a_random_student(ready):
-    sizes = {"student_config": {"num_attention_heads": 4}, "student_layers": 6}
-    random = {"student_weights": "random", "method": "soft_targets", **sizes}
-    one, same, other = (ready(**random, seed=seed)[1].student for seed in (0, 0, 1))
-    assert one.config.num_hidden_layers == 6
-    state = one.state_dict()
-    assert all(torch.equal(x, state[name]) for name, x in same.state_dict().items())
-    assert any(not torch.equal(x, state[name]) for name, x in other.state_dict().items())

@@ -6,6 +6,7 @@ import transformers as t
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from fastkd.distill import student_from_teacher
 from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
@@ -13,12 +14,7 @@ from fastkd.train.saving import read_json
 from fastkd.train.tasks.chat import TASK
 from tests.support.runs import report_of
 from tests.support.tiny import make_teacher, run, usual
-from tests.train.tasks.through import (
-    killed_and_resumed,
-    make_chat_teacher,
-    verified,
-    write_chats,
-)
+from tests.train.tasks.through import killed_and_resumed, make_chat_teacher, verified, write_chats
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -29,40 +25,6 @@ def chat(tmp_path):
     options = {"task": "chat", "train": files[0], "eval": files[1], "method": "soft_targets"}
     options |= {"teacher": make_chat_teacher(tmp_path / "gpt2"), "lora": "r=2,alpha=4"}
     return usual(tmp_path, tmp_path, **options, epochs=2, batch_size=4, learning_rate=1e-2)
-
-
-def changed_by(adapter, base, merged):
-    """Names of weights that the training changed; base and adapters give the merged model."""
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    both = PeftModel.from_pretrained(base, adapter).eval()
-    torch.testing.assert_close(both(IDS).logits, merged.eval()(IDS).logits)
-    return both, {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
-
-
-def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypatch):
-    run("distill", **chat)
-    student = tmp_path / "out/student"
-    config = read_json(student / "adapter/adapter_config.json")
-    assert (config["r"], config["lora_alpha"]) == (2, 4)
-    assert config["base_model_name_or_path"] == ""
-    # Into the teacher's layers, of which the student is made, the adapters give the student.
-    plain = {k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")}
-    run("cache", **{**plain, "out": tmp_path / "cache"})
-    base, merged = (
-        t.AutoModelForCausalLM.from_pretrained(x) for x in (tmp_path / "cache/student", student)
-    )
-    both, changed = changed_by(student / "adapter", base, merged)
-    assert changed and all(".c_" in name and "weight" in name for name in changed)
-    # The student's card has the code of such a base.
-    code = (student / "README.md").read_text().split("```python\n")[2].split("```")[0]
-    monkeypatch.chdir(tmp_path / "out")
-    made: dict = {}
-    exec(code, made)
-    torch.testing.assert_close(made["model"].eval()(IDS).logits, both(IDS).logits)
-    report = report_of(tmp_path / "out")
-    assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
-    del plain["out"], plain["batch_size"]
-    verified(**plain, lora=chat["lora"])
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
@@ -136,8 +98,8 @@ def test_mistakes_and_what_no_adapter_could_make(chat, tmp_path):
         assert words in run("distill", **{**chat, **options}, expect=2)
 
 
-def test_teacher_and_student_resume_to_the_same_bits(chat, tmp_path, monkeypatch):
-    """Both with adapters; the student writes in half of its steps, on packed rows.
+def test_adapters_learn_are_saved_beside_their_sum_and_resume(chat, tmp_path, monkeypatch):
+    """Those of both; the student writes in half of its steps, on packed rows.
 
     The teacher's adapters are merged into the saved teacher, which alone teaches.
     """
@@ -155,15 +117,35 @@ def test_teacher_and_student_resume_to_the_same_bits(chat, tmp_path, monkeypatch
     }  # fmt: skip
     del options["out"]
     killed_and_resumed(tmp_path, 2, 7, **options)  # the teacher has five steps
-    report = report_of(tmp_path / "whole")
+    out, report = tmp_path / "whole", report_of(tmp_path / "whole")
     drawn = report["history"][-1]["step"] // 2
     assert report["rows"]["train"] < 10 and drawn > 2 and steps[-1] == steps[drawn - 1]
-    teacher, card = tmp_path / "whole/teacher", tmp_path / "whole/student/adapter/README.md"
-    # The given teacher, not the fine-tuned one.
-    assert f"base_model: {chat['teacher']}\n" in card.read_text()
-    given, merged = (t.AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
-    _, changed = changed_by(teacher / "adapter", given, merged)
-    assert changed and all(".c_" in name and "weight" in name for name in changed)
     teachers = (tmp_path / x / "teacher/model.safetensors" for x in ("whole", "killed"))
     one, other = map(load_file, teachers)
     assert all(torch.equal(one[key], other[key]) for key in one)
+    given, teacher, student = (
+        t.AutoModelForCausalLM.from_pretrained(x).eval()
+        for x in (chat["teacher"], out / "teacher", out / "student")
+    )
+    base = student_from_teacher(teacher, report["teacher_layers"])
+    for name, before, after in (("teacher", given, teacher), ("student", base, student)):
+        weights = {key: x.clone() for key, x in before.state_dict().items()}
+        changed = [key for key, x in after.state_dict().items() if not torch.equal(x, weights[key])]
+        assert changed and all(".c_" in key and "weight" in key for key in changed)
+        both = PeftModel.from_pretrained(before, out / name / "adapter").eval()
+        torch.testing.assert_close(both(IDS).logits, after(IDS).logits)
+    config = read_json(out / "student/adapter/adapter_config.json")
+    assert (config["r"], config["lora_alpha"]) == (2, 4)
+    assert config["base_model_name_or_path"] == ""
+    assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
+    # The given teacher, not the fine-tuned one.
+    card = (out / "student/adapter/README.md").read_text()
+    assert f"base_model: {chat['teacher']}\n" in card
+    # The student's card has the code of its base.
+    code = (out / "student/README.md").read_text().split("```python\n")[2].split("```")[0]
+    monkeypatch.chdir(out)
+    made: dict = {}
+    exec(code, made)
+    torch.testing.assert_close(made["model"].eval()(IDS).logits, student(IDS).logits)
+    left = ("task", "train", "eval", "teacher", "lora", "max_length", "method", "device")
+    verified(**{name: chat[name] for name in left})

@@ -1,6 +1,5 @@
 """Scores by hand, by other libraries, and as seqeval 1.2.2 gave for the same rows."""
 
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -62,11 +61,7 @@ def test_tags_that_seqeval_reads_otherwise(tags, found):
     assert entities(tags.split()) == found
 
 
-def test_each_word_is_in_one_entity_or_none():
-    tags = ["O", "B-A", "I-A", "E-A", "S-A", "I-B"]
-    for row in itertools.product(tags, repeat=4):
-        words = [at for start, end, _ in entities(row) for at in range(start, end)]
-        assert sorted(words) == [at for at, tag in enumerate(row) if tag != "O"]
+def test_marked_tags():
     assert all(map(is_marked, ("B-A", "U-LOC", "L-x", "M-x", "S-a-b")))
     assert not any(map(is_marked, ("O", "B", "B-", "NOUN", "X-A", "ORG-B")))
 
