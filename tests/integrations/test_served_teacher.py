@@ -3,15 +3,14 @@
 import copy
 import dataclasses
 import io
+import shutil
 
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastkd.cli import cache_command
-from fastkd.cli.distill_command import show
 from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations import ServedTeacher
 from fastkd.integrations.served_teacher import ServerError
@@ -19,6 +18,8 @@ from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, TrainingFailed
 from tests.support.compare import raises
+from tests.support.runs import first_step, made
+from tests.train.tasks.through import make_decoder, write_text
 
 pytest.importorskip("httpx")
 pytest.importorskip("aiohttp")
@@ -234,68 +235,54 @@ def test_refusals(server, teacher):
     raises("ignore the temperature 2", distiller, error=ServerError, **batch())
 
 
-def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_path):
+@pytest.fixture
+def decoder(tmp_path):
+    """A server of a decoder with a tokenizer, at tmp_path / "teacher"."""
+    served = Server(make_decoder(tmp_path / "teacher"))
+    yield served
+    served.stop()
+
+
+def test_command_learns_from_a_server_as_from_the_model(decoder, tmp_path):
     """`fastkd distill --teacher URL` reaches the student of `fastkd distill --teacher DIR`."""
-    words = [f"w{i}" for i in range(V - 2)]
-    vocabulary = {"<end>": 0, "<unk>": 1, **{word: i + 2 for i, word in enumerate(words)}}
-    split = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=split, eos_token="<end>", pad_token="<end>", unk_token="<unk>"
-    )
-    student = student_from_teacher(teacher, [1])
-    for name, model in (("teacher", teacher), ("student", student)):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    lines = [" ".join(words[(i * 7 + j * 3) % len(words)] for j in range(9)) for i in range(12)]
-    (tmp_path / "train.txt").write_text("\n".join(lines))
-    (tmp_path / "eval.txt").write_text("\n".join(lines[:4]))
+    shutil.copytree(tmp_path / "teacher", tmp_path / "student")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "teacher")
+    student_from_teacher(model, [1]).save_pretrained(tmp_path / "student")
+    write_text(tmp_path / "train.txt", 24)
+    write_text(tmp_path / "eval.txt", 4)
     given = {
         "task": "causal-lm", "train": tmp_path / "train.txt", "evals": tmp_path / "eval.txt",
         "student": str(tmp_path / "student"), "method": "soft_targets",
         "options": {"temperature": 1.0}, "num_train_epochs": 2, "batch_size": 4, "max_length": 16,
         "device_name": "cpu",
     }  # fmt: skip
-    reports = []
-    for out, more in (
-        ("here", {"teacher": str(tmp_path / "teacher")}),
-        ("offloaded", {"teacher": str(tmp_path / "teacher"), "teacher_offload": True}),
-        ("served", {"teacher": f"{server.address}/v1", "teacher_model": "tiny", "top_k": V}),
-    ):
-        reports.append(run_distillation(Config.of(out=tmp_path / out, **given, **more)))
-    here, offloaded, served = (report["student"]["perplexity"] for report in reports)
-    assert offloaded == here and served == pytest.approx(here, rel=1e-5)
-    card = (tmp_path / "offloaded/student/README.md").read_text()
-    assert "MiB of weights on the device only while it ran" in card
-    assert "waited" in reports[2]["served_teacher"]
-    show(reports[2], tmp_path, Console(file=io.StringIO()))
-    # So does the server's cache.
+    here = run_distillation(
+        Config.of(out=tmp_path / "here", **given, teacher=str(tmp_path / "teacher"))
+    )
+    # A server that is gone ends the run in a sentence; the resumed run ends as the other.
+    more = {"teacher": f"{decoder.address}/v1", "teacher_model": "tiny", "top_k": 17}
+    decoder.plant(*[None] * 9, 404)
+    cut = Config.of(out=tmp_path / "cut", **given, **more)
+    raises("refuses a row of", run_distillation, cut, error=TrainingFailed)
+    decoder.plant()
+    resumed = run_distillation(dataclasses.replace(cut, resume=True))
+    assert resumed["student"]["perplexity"] == pytest.approx(here["student"]["perplexity"])
+    assert "waited" in resumed["served_teacher"]
+    # A cache of the server, and the files that it has written for other tools, teach the same.
     names = ("task", "train", "evals", "student", "method", "options", "max_length", "device_name")
     cached = {name: given[name] for name in names}
     export = {"export": tmp_path / "files", "batch_size": 4, "out": tmp_path / "cache"}
     settings = Config.of(command="cache", **export, **cached, **more)
     cache_command.write(settings, Console(file=io.StringIO()))
-    # And the files that the cache has written for other tools.
-    files = Config.of(out=tmp_path / "of_files", **given, teacher=str(tmp_path / "files"))
-    report = run_distillation(files)
-    assert report["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
-    show(report, tmp_path, Console(file=io.StringIO()))
-    other = dataclasses.replace(files, out=tmp_path / "other", max_length=8)
+    teacher, files = str(tmp_path / "teacher"), {"teacher": str(tmp_path / "files")}
+    _, expected = first_step(**given, teacher=teacher)
+    for options in (
+        {"teacher": teacher, "teacher_offload": True}, files,
+        {"teacher_cache": tmp_path / "cache", "student": None},
+    ):  # fmt: skip
+        _, terms = first_step(**{**given, **options})
+        torch.testing.assert_close(terms["soft"], expected["soft"], rtol=1e-5, atol=1e-7)
     with pytest.raises(InputError, match=r"files: .*train.txt, row 1 is not in it; write it"):
-        run_distillation(other)
-    del given["student"]
-    config = Config.of(out=tmp_path / "stored", **given, teacher_cache=tmp_path / "cache")
-    stored = run_distillation(config)
-    assert stored["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
-    show(stored, tmp_path, Console(file=io.StringIO()))
-    given["student"] = cached["student"]
-    # A server that is gone ends the run in a sentence; the resumed run ends as the others.
-    server.plant(*[None] * 9, 404)
-    cut = Config.of(out=tmp_path / "cut", **given, **more)
-    raises("refuses a row of", run_distillation, cut, error=TrainingFailed)
-    server.plant()
-    resumed = run_distillation(dataclasses.replace(cut, resume=True))
-    assert resumed["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
+        run_distillation(Config.of(out=tmp_path / "no", **{**given, **files, "max_length": 8}))
     with pytest.raises(InputError, match="pass --student"):
-        config = {**given, "student": None, "teacher": server.address}
-        run_distillation(Config.of(out=tmp_path / "no", **config))
+        made(**{**given, "student": None, "teacher": decoder.address})

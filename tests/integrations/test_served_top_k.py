@@ -87,47 +87,38 @@ def one(**values):
     return [None, {i: {"logprob": value} for i, value in zip((1, 2), values.values(), strict=True)}]
 
 
-@pytest.mark.parametrize(
-    "entries, message",
-    [
-        ([None], "prompt_logprobs must have at least two positions, got 1"),
-        (one(a=-1.0, b=-2.0)[1:] * 2, "prompt_logprobs must begin with None"),
-        ([None, None], r"prompt_logprobs\[1\] has 0 tokens but k is 2; request at least k"),
-        ([None, {1: Logprob(-1.0)}], r"prompt_logprobs\[1\] has 1 tokens but k is 2"),
-        (one(a=0.5, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got 0.5"),
-        (one(a=math.nan, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got nan"),
-        (one(a=math.inf, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got inf"),
-        (one(a=-0.5, b=-0.25), r"prompt_logprobs\[1\] .* add up to 1\.372; .* not logits"),
-        (one(a=-math.inf, b=-math.inf), r"prompt_logprobs\[1\] .* finite log-probability"),
-        (one(a=None, b=-1.0), r"prompt_logprobs\[1\] must map token ids to Logprob"),
-        ([None, {1: -1.0, 2: -2.0}], r"prompt_logprobs\[1\] must map token ids to Logprob"),
-        ([None, {"the": Logprob(-1.0)}], r"prompt_logprobs\[1\] must have token ids as keys"),
-        ([None, {-1: Logprob(-1.0), 2: Logprob(-1.0)}], r"token ids from 0, got -1"),
-        ([None, {"1": Logprob(-1.0), 1: Logprob(-1.0)}], r"must not have a token twice"),
-        (None, "must be a list with an entry for each position, got NoneType"),
-        ([None, [1, 2]], r"prompt_logprobs\[1\] must be a dict or None, got list"),
-    ],
-)
-def test_wrong_vllm_entries_raise_one_sentence(entries, message):
-    raises(message, vllm.top_k, entries, 2, error=(TypeError, ValueError))
+VLLM = [
+    ([None], "prompt_logprobs must have at least two positions, got 1"),
+    (one(a=-1.0, b=-2.0)[1:] * 2, "prompt_logprobs must begin with None"),
+    ([None, None], r"prompt_logprobs\[1\] has 0 tokens but k is 2; request at least k"),
+    ([None, {1: Logprob(-1.0)}], r"prompt_logprobs\[1\] has 1 tokens but k is 2"),
+    (one(a=0.5, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got 0.5"),
+    (one(a=math.nan, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got nan"),
+    (one(a=math.inf, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got inf"),
+    (one(a=-0.5, b=-0.25), r"prompt_logprobs\[1\] .* add up to 1\.372; .* not logits"),
+    (one(a=-math.inf, b=-math.inf), r"prompt_logprobs\[1\] .* finite log-probability"),
+    (one(a=None, b=-1.0), r"prompt_logprobs\[1\] must map token ids to Logprob"),
+    ([None, {1: -1.0, 2: -2.0}], r"prompt_logprobs\[1\] must map token ids to Logprob"),
+    ([None, {"the": Logprob(-1.0)}], r"prompt_logprobs\[1\] must have token ids as keys"),
+    ([None, {-1: Logprob(-1.0), 2: Logprob(-1.0)}], r"token ids from 0, got -1"),
+    ([None, {"1": Logprob(-1.0), 1: Logprob(-1.0)}], r"must not have a token twice"),
+    (None, "must be a list with an entry for each position, got NoneType"),
+    ([None, [1, 2]], r"prompt_logprobs\[1\] must be a dict or None, got list"),
+]
+SGLANG = [
+    ([None, [(-1.0, 3, None)]], r"input_top_logprobs\[1\] has 1 tokens but k is 2"),
+    ([None, []], r"input_top_logprobs\[1\] has 0 tokens"),
+    ([None, [(0.5, 3, "a"), (-1.0, 2, "b")]], r"input_top_logprobs\[1\] .* got 0.5"),
+    ([None, [("a", 3), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
+    ([None, [(-1.0,), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
+    ("abc", "must be a list with an entry for each position, got str"),
+]
 
 
-@pytest.mark.parametrize(
-    "entries, message",
-    [
-        ([None, [(-1.0, 3, None)]], r"input_top_logprobs\[1\] has 1 tokens but k is 2"),
-        ([None, []], r"input_top_logprobs\[1\] has 0 tokens"),
-        ([None, [(0.5, 3, "a"), (-1.0, 2, "b")]], r"input_top_logprobs\[1\] .* got 0.5"),
-        ([None, [("a", 3), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
-        ([None, [(-1.0,), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
-        ("abc", "must be a list with an entry for each position, got str"),
-    ],
-)
-def test_wrong_sglang_entries_raise_one_sentence(entries, message):
-    raises(message, sglang.top_k, entries, 2, error=(TypeError, ValueError))
-
-
-@pytest.mark.parametrize("k", [0, -1])
-def test_k_must_be_positive(k):
-    for reader, entries in ((vllm.top_k, of_vllm()), (sglang.top_k, of_sglang())):
-        raises("k must be", reader, entries, k)
+def test_wrong_entries_raise_one_sentence():
+    for reader, table in ((vllm.top_k, VLLM), (sglang.top_k, SGLANG)):
+        for entries, message in table:
+            raises(message, reader, entries, 2, error=(TypeError, ValueError))
+    for k in (0, -1):
+        for reader, entries in ((vllm.top_k, of_vllm()), (sglang.top_k, of_sglang())):
+            raises("k must be", reader, entries, k)
