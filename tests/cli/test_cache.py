@@ -114,14 +114,14 @@ def test_a_cache_is_enough(call, folder, tmp_path):
     teacher = shutil.copytree(folder / "teacher", tmp_path / "teacher")
     call("cache", tmp_path / "cache", teacher=teacher, teacher_layers="1,3,4")
     shutil.rmtree(teacher)
-    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache", max_train_rows=8)
-    report = report_of(tmp_path / "out")
-    assert report["layers"] == 3 and report["parameters"]["teacher"] > 0
+    given = {"teacher": None, "teacher_cache": tmp_path / "cache", "max_train_rows": 8}
+    found, models = made(**usual(folder, tmp_path, **given))
+    assert models.student.config.num_hidden_layers == 3 and found.data.cached["parameters"] > 0
     # Another student that is as deep, and a part of the rows.
     student = make_teacher(tmp_path / "student", layers=3)
     call("distill", tmp_path / "other", teacher_cache=tmp_path / "cache", student=student,
          max_train_rows=8, max_length=20)  # fmt: skip
-    assert report["teacher"] and not report_of(tmp_path / "other")["teacher"]  # scored otherwise
+    assert not report_of(tmp_path / "other")["teacher"]  # scored otherwise
 
 
 def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):

@@ -143,10 +143,12 @@ def printed(path, **changes):
 
 def test_scores_stand_under_their_names(tmp_path):
     """Metrics that a cache lacks for its teacher are empty cells, not shifted ones."""
-    file, test = io.StringIO(), {"student": {"mcc": 0.75, "accuracy": 0.125}}
-    show(report_with(test=test), tmp_path, Console(file=file, width=120))
+    test = {"student": {"accuracy_one": 0.75, "accuracy_two.b": 0.125}}
+    settings = {**report_with()["settings"], "test": ["a/one.tsv", "a/two.b.tsv"]}
+    said, card = printed(tmp_path, test=test, settings=settings)
+    assert "| accuracy_two.b (test) |" in card and "type: two.b.tsv" in card
     teacher, student = (
-        next(line for line in file.getvalue().splitlines() if line.startswith(f"  {name}"))
+        next(line for line in said.splitlines() if line.startswith(f"  {name}"))
         for name in ("teacher", "student")
     )
     assert student.split()[-4:] == ["0.2500", "0.5000", "0.7500", "0.1250"]
@@ -167,3 +169,17 @@ def test_what_is_slower_and_larger_is_called_so(tmp_path):
     assert "1.7 times slower and as large" in said and "best student: epoch 0.29," in said
     assert r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e." in card and "`./t`: as large, " in card
     assert 'classify({"text": "...", "text_pair": "..."})' in card
+
+
+def test_where_a_teacher_is_whose_weights_are_elsewhere(tmp_path):
+    sizes = {"parameters": {"student": 20}, "bytes": {"student": 20}, "teacher": {}}
+    for more, words in (
+        ({"served_teacher": "9 rows/s"}, "`./t`: in a server, 9 rows/s."),
+        ({"stored_teacher": "in files"}, "`./t`: in files."),
+        ({}, "`./t`: known by its log-probabilities."),
+    ):
+        said, card = printed(tmp_path, **sizes, seconds_a_batch={"student": 1.0}, **more)
+        assert words in card and "the student is" not in said
+    settings = {**report_with()["settings"], "teacher_offload": True}
+    _, card = printed(tmp_path, settings=settings)
+    assert "0.0 MiB of weights on the device only while it ran" in card

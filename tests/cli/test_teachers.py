@@ -4,48 +4,50 @@ import pytest
 
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
-from tests.support.runs import config_of, report_of
+from tests.support.runs import config_of, first_step, made, report_of
 from tests.support.tiny import make_teacher
 
 
 @pytest.fixture
-def distilled(tmp_path):
-    for name in ("math", "code", "student"):
-        make_teacher(tmp_path / name)
+def given(tmp_path):
+    for name, scale in (("math", 0.2), ("code", 0.5), ("student", 0.2)):
+        make_teacher(tmp_path / name, initializer_range=scale)
     rows = [("math", "code")[i % 3 == 0] for i in range(18)]
     lines = ["text\tlabel\tfield"]
     lines += [f"row {i} is {'good' if i % 2 else 'bad'}\t{i % 2}\t{x}" for i, x in enumerate(rows)]
     (tmp_path / "rows.tsv").write_text("\n".join(lines))
 
-    def distilled(name, text=None, **options):
-        given = {
+    def given(text=None, **options):
+        usual = {
             **dict.fromkeys(("train", "eval"), tmp_path / "rows.tsv"), "method": "soft_targets",
-            "student": tmp_path / "student", "steps": 3, "batch_size": 6, "out": tmp_path / name,
+            "student": tmp_path / "student", "steps": 3, "batch_size": 6, "out": tmp_path / "out",
         }  # fmt: skip
         if text is not None:
             path = tmp_path / "teachers.toml"
             path.write_text(text)
-            given |= {"teachers": path, "teacher_column": "field"}
-        return run_distillation(config_of(**{**given, **options}))
+            usual |= {"teachers": path, "teacher_column": "field"}
+        return {**usual, **options}
 
-    return distilled
+    return given
 
 
-def test_each_teacher_serves_its_rows(distilled, tmp_path):
+def test_each_teacher_serves_its_rows(given, tmp_path):
     """Two names of one teacher give its student; two teachers give another, scored by teacher."""
-    alone = distilled("alone", teacher=tmp_path / "math")
-    one = distilled("one", 'math = "math"\ncode = "math"\n')
-    two = distilled("two", 'math = "math"\ncode = "code"\n', accumulate=2)
-    losses = [report["history"][-1]["losses"] for report in (alone, one, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0]["soft"] != pytest.approx(losses[2]["soft"], rel=1e-3)
+    files = 'math = "math"\ncode = "math"\n', 'math = "math"\ncode = "code"\n'
+
+    def soft(*text, **options):
+        return first_step(**given(*text, **options))[1]["soft"].item()
+
+    alone, one, two = soft(teacher=tmp_path / "math"), soft(files[0]), soft(files[1])
+    assert alone == pytest.approx(one, rel=1e-5) and alone != pytest.approx(two, rel=1e-3)
+    two = run_distillation(config_of(**given(files[1], accumulate=2)))
     scores = two["teachers"]
     assert {name: each["rows"] for name, each in scores.items()} == {"math": 12, "code": 6}
     for each in scores.values():
-        assert each["teacher"].keys() == each["student"].keys() == alone["student"].keys()
-    card = (tmp_path / "two" / "student" / "README.md").read_text()
+        assert each["teacher"].keys() == each["student"].keys() == two["student"].keys()
+    card = (tmp_path / "out" / "student" / "README.md").read_text()
     assert "| code |" in card and "2 teachers, each for its rows" in card
-    assert report_of(tmp_path / "two")["teachers"]
+    assert report_of(tmp_path / "out")["teachers"]
     for text, options, message in (
         ('math = "math"\n', {}, "row 2: its teacher is 'code'; .*math"),
         ('math = "math"\ncode = "nowhere"\n', {}, "nowhere: no such directory"),
@@ -57,4 +59,4 @@ def test_each_teacher_serves_its_rows(distilled, tmp_path):
         ('math = "math"\n', {"teacher": "x"}, "--teachers and --teacher exclude each other"),
     ):
         with pytest.raises(InputError, match=message):
-            distilled("no", text, **options)
+            made(**given(text, **options))

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fastkd.train.scoring import judge
-from tests.support.runs import first_step, losses_of, made, report_of
+from tests.support.runs import losses_of, made, report_of
 from tests.support.tiny import make_teacher, run, usual, write_tsv
 from tests.train.tasks.through import told, write_lines
 
@@ -40,18 +39,6 @@ def test_evaluation_by_the_agreement_with_the_teacher(alone, folder, tmp_path):
     same = [one["label"] == other["label"] for one, other in zip(*both, strict=True)]
     assert report["student"]["agreement"] == pytest.approx(np.mean(same))
     assert losses_of(tmp_path / "out").get("task", 0) == 0
-
-
-def test_the_same_losses_as_from_rows_whose_labels_count_nothing(alone, tmp_path):
-    """alpha=1 leaves the task term out."""
-    rows = write_tsv(tmp_path / "rows.tsv", 24, label=lambda y: ["bad", "good"][y])
-    (_, one), (_, other) = (
-        first_step(**{**alone, "set": "alpha=1", **given})
-        for given in ({}, {"unlabelled": None, "train": rows})
-    )
-    torch.testing.assert_close(one["soft"], other["soft"], rtol=1e-6, atol=0)
-    for method in ("knn", "fcd"):
-        assert first_step(**{**alone, "method": method})[1].get("task", 0) == 0
 
 
 @pytest.mark.parametrize("teacher", ["scorer", "tagger-of-labels", "teacher"])

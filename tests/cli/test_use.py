@@ -74,6 +74,10 @@ def test_the_student_scores_the_same_everywhere(folder, student, report, tmp_pat
     run("evaluate", **words, out=tmp_path / "scores.tsv")
     assert (tmp_path / "scores.tsv").read_text() == f"rows\taccuracy\n30\t{expected}\n"
     assert "the file exists" in run("evaluate", **words, out=tmp_path / "scores.json", expect=2)
+    # How numbers are read is printed. Other orders, and doubtful ones: tests/train/test_data.py.
+    numbers = write_tsv(tmp_path / "numbers.tsv", 30, 2)
+    said = "labels are read as numbers of the model's classes: 0 is 'neg', 1 is 'pos'\n"
+    assert run("evaluate", model=student, data=numbers) == said + run("evaluate", **words)
     heads, *lines = (line.split("\t") for line in run("predict", **words).splitlines())
     assert heads == ["row", "text", "label", "P(neg)", "P(pos)"]
     assert [line[:3] for line in lines] == [
@@ -186,11 +190,13 @@ def test_numbers_and_texts_without_them(distill, folder, tmp_path):
 
 def test_mistakes_of_evaluate_and_predict(folder, student, tiny, tmp_path):
     dev, bare = folder / "dev.tsv", tmp_path / "bare.csv"
+    (tmp_path / "unknown.tsv").write_text("text\tlabel\n" + "zzz zzz\tneg\n" * 8)
     for options, part in (
         ({"model": "./none"}, "--model ./none: no such directory"),
         ({"model": folder / "out"}, f"did you mean {student}?\n"),
         ({"model": make_teacher(tmp_path / "bare", head=False)}, "no classification head"),
         ({"max_length": 99}, "--max-length 99"),
+        ({"data": tmp_path / "unknown.tsv"}, "unknown.tsv: the tokenizer knows no word"),
         ({"metric": "mse"}, "--metric mse"),
         ({"out": dev / "x.tsv"}, "--out"),
         ({"metric": "agreement"}, "agreement compares with the teacher, and there is none"),
@@ -248,14 +254,6 @@ def test_every_row_has_its_line(student, tmp_path):
     assert [line.split("\t")[:3] for line in lines] == rows
     run("predict", model=student, data=data, out=tmp_path / "found.csv")
     assert '2,"good ""a"" \t\nfilm",pos' in (tmp_path / "found.csv").read_text()
-
-
-def test_numbers_as_labels_of_named_classes(folder, student, tmp_path):
-    """How they are read is printed. Other orders, and doubtful ones: tests/train/test_data.py."""
-    rows = write_tsv(tmp_path / "numbers.tsv", 20, 1)
-    said = "labels are read as numbers of the model's classes: 0 is 'neg', 1 is 'pos'\n"
-    scores = run("evaluate", model=student, data=folder / "dev.tsv")
-    assert run("evaluate", model=student, data=rows) == said + scores
 
 
 def test_columns_are_those_of_the_training(folder, tmp_path):
