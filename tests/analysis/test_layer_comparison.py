@@ -82,7 +82,7 @@ def fast(**options):
 
 def test_memory_does_not_grow_with_batches():
     """The features of 400 batches would take 25 MiB."""
-    batch, peaks = {"input_ids": torch.zeros(4, 64)}, []
+    batch, peaks = {"input_ids": torch.zeros(4, 64).long()}, []
     for measures in (["cka"], ["cca"]):
         for number in (10, 400):
             memory = PeakMemory(torch.device("cpu"))
