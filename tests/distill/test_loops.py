@@ -123,12 +123,14 @@ def test_hidden_states_of_other_layers_are_an_error(family):
     assert all("forward" not in vars(block) for block in student.layers)
 
 
-def test_a_compiled_distiller_is_the_plain_one_in_one_graph():
+@pytest.mark.parametrize("name", [
+    "fcd", *(pytest.param(x, marks=pytest.mark.thorough) for x in METHODS if x != "fcd")
+])  # fmt: skip
+def test_a_compiled_distiller_is_the_plain_one_in_one_graph(name):
     """Hooks and closures of one call must not serve the next, and an eager step changes nothing.
 
-    Of one method; a language model's graph: test_lm_head.py.
+    A language model's graph: test_lm_head.py.
     """
-    name = random.Random(FIRST).choice([*METHODS])
     head = "sequence" if name == "knn" else "tokens"
     method = recipe(name, **({"perturb": False} if name == "lrc_bert" else {}))
     data, teacher = data_of("distilbert", head), model_of("distilbert", head)

@@ -26,6 +26,7 @@ from fastkd.distill.attention_relations import relation_divergence
 from fastkd.distill.baselines import BASELINES
 from tests.distill import draws
 from tests.distill.models import batch, classifier, model
+from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 
 DESIGN = (Path(__file__).parents[2] / "docs/design.md").read_text()
@@ -63,6 +64,17 @@ def test_mc3kd_chooses_its_layers_from_data():
     again = Distiller(*pair("bert"), MC3KD())
     again.load_state_dict(distiller.state_dict())
     assert again.method.teacher_layers == method.teacher_layers
+
+
+def test_layers_are_chosen_from_what_a_decoder_reads_in_training():
+    """A token without a label isn't compared, but tokens behind it attend to it."""
+    teacher, data, seen = model_of("t5", "written words"), data_of("t5", "written words"), []
+    data["labels"][:, 1] = -100
+    teacher.decoder.final_layer_norm.register_forward_hook(lambda *given: seen.append(given[2]))
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), MC3KD())
+    distiller.prepare([data])
+    distiller(**data)
+    torch.testing.assert_close(*seen)
 
 
 def test_every_method_has_a_name_and_is_public():

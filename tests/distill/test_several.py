@@ -17,25 +17,16 @@ from fastkd.distill import (
     SoftTargets,
     student_from_teacher,
 )
-from tests.distill.models import batch, classifier, model, set_dropout, step
-from tests.distill.processes import run_ranks
+from tests.distill.models import batch, classifier, model, set_dropout
 from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
 
-def classifiers():
-    """Two teachers, and a student of the first, in float64 without dropout."""
-    torch.manual_seed(0)
-    teachers = [classifier("bert").double() for _ in range(2)]
+def test_shares_of_labels_and_terms_left_out():
+    teachers, data = [classifier("bert") for _ in range(2)], batch(rows=6)
     student = student_from_teacher(teachers[0], [1, 4])
     set_dropout(student)
-    return teachers, student
-
-
-def test_shares_of_labels_and_terms_left_out():
-    teachers, student = classifiers()
-    data = batch(rows=6)
     distiller = Distiller(teachers, student, Several(FCD(task_weight=0.5), LRKD(beta=2.0)))
     out = distiller(**data)
     distiller.method.label_share = 0.5  # as of a process that has fewer labels than others
@@ -68,24 +59,3 @@ def test_a_teacher_for_each_row(tmp_path):
     raises("methods: none given", Several, error=TypeError)
     words = r"methods must be .*method_by_name\('lrkd'\)"
     raises(words, Several, FCD(), "lrkd", error=TypeError)
-
-
-NUMBERS = torch.tensor([0, 1, 1, 0, 1])  # of each row's teacher
-
-
-def on_rank(rank, world):
-    """Rows 0 and 3, of one teacher, on the first process; the others on the second."""
-    teachers, student = classifiers()
-    method = Several(SoftTargets(), FCD(task_weight=0))
-    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, method, gather=True)
-    own = torch.arange(5)[rank == NUMBERS] if world > 1 else torch.arange(5)
-    data = {name: x[own] for name, x in batch(rows=5).items()}
-    out, gradients = step(distiller, {**data, "teacher_id": NUMBERS[own]})
-    return out.loss.detach(), gradients
-
-
-def test_a_process_without_rows_of_a_teacher(tmp_path):
-    one, two = run_ranks(on_rank, 2, tmp_path, 2)
-    (whole,) = run_ranks(on_rank, 1, tmp_path / "one", 1)
-    mean = {name: (x + two[1][name]) / 2 for name, x in one[1].items()}
-    torch.testing.assert_close((one[0], mean), whole, rtol=1e-7, atol=1e-10)
