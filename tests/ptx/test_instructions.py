@@ -509,11 +509,15 @@ def fragments(A, B, C, size):
     return (torch.stack(x, 1).contiguous() for x in (a, b, c))
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "s8"])
 def test_products_of_a_warp(kind):
     K, dtype, size = {"f16": (16, torch.float16, 2), "bf16": (16, torch.bfloat16, 2),
-                      "tf32": (8, SINGLE, 4)}[kind]  # fmt: skip
-    A, B, C = torch.randn(16, K).to(dtype), torch.randn(K, 8).to(dtype), torch.randn(16, 8)
+                      "tf32": (8, SINGLE, 4), "s8": (32, torch.int8, 1)}[kind]  # fmt: skip
+    A, B, C = torch.randn(16, K), torch.randn(K, 8), torch.randn(16, 8)
+    sums = "f32"
+    if kind == "s8":
+        A, B, C, sums = 50 * A, 50 * B, (100 * C).int(), "s32"
+    A, B = (x.clamp(-128, 127).to(dtype) for x in (A, B))
     a, b, c = fragments(A, B, C, size)
     body = f"""
     mov.u32 %r79, %tid.x;
@@ -528,7 +532,7 @@ def test_products_of_a_warp(kind):
     ld.param.u64 %d1, [p2];
     add.s64 %d1, %d1, %d2;
     ld.global.v4.b32 {{%r7, %r8, %r9, %r10}}, [%d1];
-    mma.sync.aligned.m16n8k{K}.row.col.f32.{kind}.{kind}.f32
+    mma.sync.aligned.m16n8k{K}.row.col.{sums}.{kind}.{kind}.{sums}
         {{%r7, %r8, %r9, %r10}}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{%r7, %r8, %r9, %r10}};
     st.global.v4.b32 [%d1], {{%r7, %r8, %r9, %r10}};"""
     counts = launch(kernel(body, 3), grid=(1,), threads=32, args=[a, b, c])

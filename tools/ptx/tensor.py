@@ -2,6 +2,7 @@
 
 Where a register's elements lie in a matrix is PTX's, section "Matrix fragments for mma". Products
 are exact and summed in float64, then rounded to float32 once; a GPU adds a few at a time and cuts.
+Those of int8 are exact there, too.
 """
 
 from typing import Any
@@ -20,18 +21,32 @@ ROW, COLUMN = LANE // 4, LANE % 4  # a thread's in a tile of 8 × 4 registers
 def tiles_of(registers: np.ndarray, bits: int) -> np.ndarray:
     """Registers (warps, 32) as tiles (warps, 8, elements of 4 registers)."""
     tiles = np.ascontiguousarray(registers.reshape(-1, 8, 4).astype(np.uint32))
-    return tiles.view(np.uint16) if bits == 16 else tiles
+    return tiles.view({8: np.int8, 16: np.uint16, 32: np.uint32}[bits])
 
 
 def numbers(bits: np.ndarray, type: str) -> np.ndarray:
     """Elements of a matrix as float64; tf32 has no more than 10 digits."""
     if type == "bf16":
         return widen_bf16(bits).astype(np.float64)
+    if type == "s8":
+        return bits.view(np.int8).astype(np.float64)
     if type == "f16":
         return bits.view(np.float16).astype(np.float64)
     if type == "tf32":
         bits = bits & np.uint32(0xFFFFE000)
     return bits.view(np.float32).astype(np.float64)
+
+
+# Bits of an element, and the type of sums.
+KINDS = {"f16": (16, "f32"), "bf16": (16, "f32"), "tf32": (32, "f32"), "s8": (8, "s32")}
+
+
+def added(products: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Sums in the type of ``before``; those of int8 stay below 2^31."""
+    total = products + before
+    if before.dtype == np.float32:
+        return canonical(total.astype(np.float32))
+    return total.clip(-(2**31), 2**31 - 1).astype(np.int32)
 
 
 @decodes("mma")
@@ -42,17 +57,19 @@ def multiply(x: Instruction, program: Any) -> Run | None:
     kinds = {
         ("m16n8k16", "f16"): 16, ("m16n8k8", "f16"): 8, ("m16n8k16", "bf16"): 16,
         ("m16n8k8", "bf16"): 8, ("m16n8k8", "tf32"): 8, ("m16n8k4", "tf32"): 4,
+        ("m16n8k32", "s8"): 32,
     }  # fmt: skip
     d_type, a_type, b_type, c_type = words[-4:]
-    if "row" not in words or "col" not in words or a_type != b_type or d_type != "f32" != c_type:
+    if "row" not in words or "col" not in words or a_type != b_type or d_type != c_type:
         return None
-    K = kinds[shape, a_type]
-    bits = 32 if a_type == "tf32" else 16
+    K, (bits, sums) = kinds[shape, a_type], KINDS[a_type]
+    if d_type != sums:
+        return None
     symbols = program.entry.symbols
     d, a, b, c = (operand.items for operand in x.operands)
     read_a, read_b = ([reader(item, "b32", symbols) for item in items] for items in (a, b))
-    read_c = [reader(item, "f32", symbols) for item in c]
-    writes = [writer(item, "f32") for item in d]
+    read_c = [reader(item, sums, symbols) for item in c]
+    writes = [writer(item, sums) for item in d]
 
     def run(m: Any, mask: Any) -> None:
         def tiles(reads: list) -> list[np.ndarray]:
@@ -69,8 +86,8 @@ def multiply(x: Instruction, program: Any) -> Run | None:
         own = product[:, np.r_[ROW, ROW + 8].reshape(2, 1, 32), 2 * COLUMN + np.arange(2)[:, None]]
         for place, (get, write) in enumerate(zip(read_c, writes, strict=True)):
             before = np.broadcast_to(get(m.registers), m.size)
-            added = own[:, place // 2, place % 2].reshape(-1) + before
-            write(m.registers, canonical(added.astype(np.float32)), mask)
+            total = added(own[:, place // 2, place % 2].reshape(-1), before)
+            write(m.registers, total, mask)
         m.counts.result.mma_flops += 2 * 16 * 8 * K * m.warps(mask)
 
     return run
@@ -169,15 +186,15 @@ def group_product(x: Instruction, program: Any) -> Run | None:
     if "wait_group" in x.modifiers:
         pending = x.operands[0].bits
         return lambda m, mask: m.products.wait(m, mask, pending)
-    shape, d_type, a_type, b_type = x.modifiers[-4:]
-    if d_type != "f32" or a_type != b_type or a_type not in ("f16", "bf16", "tf32"):
+    shape, d_type, a_type, b_type = [word for word in x.modifiers if word != "satfinite"][-4:]
+    if a_type != b_type or a_type not in KINDS or d_type != KINDS[a_type][1]:
         return None
     N, K = (int(n) for n in shape.removeprefix("m64n").split("k"))
-    bits = 32 if a_type == "tf32" else 16
+    bits, sums = KINDS[a_type]
     symbols = program.entry.symbols
     d, a, b, scale, *signs = x.operands
     in_registers = isinstance(a, Vector)
-    sign = signs[0].bits * signs[1].bits
+    sign = signs[0].bits * signs[1].bits if signs else 1
     transposed = [bool(flag.bits) for flag in signs[2:]]
     transpose_a, transpose_b = (False, False, *transposed)[-2:]
     if in_registers:
@@ -185,8 +202,8 @@ def group_product(x: Instruction, program: Any) -> Run | None:
     else:
         read_a = [reader(a, "b64", symbols)]
     read_b, keeps = reader(b, "b64", symbols), reader(scale, "pred", symbols)
-    read_d = [reader(item, "f32", symbols) for item in d.items]
-    writes = [writer(item, "f32") for item in d.items]
+    read_d = [reader(item, sums, symbols) for item in d.items]
+    writes = [writer(item, sums) for item in d.items]
 
     def from_shared(m: Any, mask: Any, read: Any, rows: int, transpose: bool) -> np.ndarray:
         first = m.lanes(mask)[::128]
@@ -212,10 +229,10 @@ def group_product(x: Instruction, program: Any) -> Run | None:
         for place, (get, write) in enumerate(zip(read_d, writes, strict=True)):
             row = ROW + 8 * (place % 4 // 2)
             own = product[:, row, 8 * (place // 4) + 2 * COLUMN + place % 2].reshape(-1)
-            before = np.where(kept, np.broadcast_to(get(R), m.size)[lanes], np.float32(0))
-            value = canonical((own + before).astype(np.float32))
+            before = np.broadcast_to(get(R), m.size)[lanes]
+            value = added(own, np.where(kept, before, before.dtype.type(0)))
             if mask is not None:
-                spread = np.zeros(m.size, np.float32)
+                spread = np.zeros(m.size, value.dtype)
                 spread[lanes] = value
                 value = spread
             write(R, value, mask)
