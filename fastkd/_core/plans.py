@@ -287,6 +287,8 @@ def planned(function: Public) -> Public:
                 if type(kwargs.get("denominator")) is int:  # another one at each step
                     kwargs["denominator"] = float(kwargs["denominator"])
                 found = _key((function, *kwargs), (*args, *kwargs.values()))
+        if found is None:
+            return function(*args, **kwargs)
         return _call(function, args, kwargs, found)
 
     return cast(Public, call)

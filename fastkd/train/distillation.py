@@ -25,7 +25,7 @@ from fastkd.models.hooks import offload
 from fastkd.models.student import SCHEMES
 from fastkd.train import data as rows_of_source
 from fastkd.train import lora, processes, recipes, sharding, tasks
-from fastkd.train.arguments import settled
+from fastkd.train.arguments import settled, steps_of
 from fastkd.train.arrow_rows import fingerprint
 from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
 from fastkd.train.card import CARD, write_card
@@ -37,7 +37,7 @@ from fastkd.train.loading import Data, encode, load_data, say_match, settled_met
 from fastkd.train.models import be_quiet, make_method
 from fastkd.train.options import set_flags
 from fastkd.train.processes import Computation
-from fastkd.train.progress import Display, format_scores
+from fastkd.train.progress import Display, clock, format_scores
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
@@ -235,6 +235,8 @@ def finetune_teacher(run: Training, models: Models) -> Models:
     if not processes.on_first_process(lambda: is_complete(target)):
         name = teacher.config.name_or_path
         alone = tuning_of(run, models.max_length)
+        if not config.shard and processes.rank() == 0:
+            say_estimate(run, alone, {"teacher": teacher, "student": models.student})
         teacher = teacher.requires_grad_(True)
         untaught: Any = NoTeacher(teacher)
         if config.teacher_lora:
@@ -501,3 +503,51 @@ def tuning_of(run: Training, max_length: int) -> Training:
         )
         sets = encode(config, data, max_length)
     return dataclasses.replace(run, config=config, data=data, sets=sets)
+
+
+def say_estimate(run: Training, tuning: Training, models: Mapping[str, Any]) -> None:
+    """Print the time of the teacher's ``tuning`` and of the ``run``, before both.
+
+    Teacher and student learn a batch from labels twice. The second pass is timed: the first also
+    allocates memory. Random numbers and what learns stay as they are.
+    """
+    size = run.computation.batch_size
+    teacher_steps = steps_of(tuning.config, size, len(tuning.sets.teacher))[0]
+    student_steps = steps_of(run.config, size, len(run.sets.all))[0]
+    seconds = {}
+    for who, each in (("teacher", tuning), ("student", run)):
+        model = models[who].to(run.computation.device)
+        learned = {name for name, x in model.named_parameters() if x.requires_grad}
+        training = model.training
+        untaught: Any = NoTeacher(model.requires_grad_(True))
+        seconds[who] = _seconds(each, Distiller(untaught, model, Labels()))
+        model.zero_grad(set_to_none=True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in learned)
+        model.train(training)
+    # A step of distillation also runs the teacher forward, a third of the teacher's own step.
+    of_student = student_steps * (seconds["student"] + seconds["teacher"] / 3)
+    run.display.say(
+        f"about {clock(teacher_steps * seconds['teacher'])} for {teacher_steps} steps of the "
+        f"teacher and {clock(of_student)} for {student_steps} of the student, by one batch of each"
+    )
+
+
+def _seconds(run: Training, distiller: Distiller) -> float:
+    """Seconds of a step without the optimizer."""
+    device, size, sets = run.computation.device, run.computation.batch_size, run.sets
+    distiller.to(device).train()
+    seconds = 0.0
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        batch = next(sets.teacher.batches(sets.collate, size, device=device))
+        own = {k: x for k, x in batch.items() if not k.startswith("teacher_")}
+        own.pop("student_spans", None)
+        for _ in range(2):
+            began = time.perf_counter()
+            with run.computation.autocast():
+                loss = distiller(**own).loss
+            loss.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+    return seconds

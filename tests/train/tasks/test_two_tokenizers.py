@@ -1,6 +1,7 @@
 """Students with a tokenizer of their own: aligned rows, one or two tokenizers, every command."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -236,7 +237,8 @@ def test_a_teacher_is_tuned_and_scored_on_its_own_tokens(classes, folder, tmp_pa
     own, scores = {"data": classes["eval"], "device": "cpu"}, tmp_path / "own.json"
     for name, student in (("two", {}), ("one", {"student": None})):
         options = {**classes, "finetune_teacher": 1, "out": tmp_path / name, **student}
-        run("distill", **options, method="soft_targets")
+        said = run("distill", **options, method="soft_targets")
+        assert re.search(r"about \d+:\d\d for 2 steps of the teacher and \d+:\d\d for 2 of", said)
         report = report_of(tmp_path / name)
         run("evaluate", model=tmp_path / name / "teacher", **own, out=scores, overwrite=True)
         assert json.loads(scores.read_text())["accuracy"] == report["teacher"]["accuracy"]
