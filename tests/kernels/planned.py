@@ -600,6 +600,10 @@ def check_a_capture_uses_proved_plans_only(_: FakeGPU) -> None:
             _loss(x, y, 3)
             assert known == [(plan, plan.differs) for plan in _plans()]
             assert _uses_plan(x, y) if calls_before == TO_PLAN else not _hits()
+    clear()
+    with mock.patch.object(plans, "_difference", return_value=lambda: None) as proof:  # no verdict
+        _loss(x, y, 2 * TO_PLAN)
+    assert proof.call_count == 1 and not _hits()
 
 
 def check_ragged_batches_flush_no_count_and_record_nothing(_: FakeGPU) -> None:
