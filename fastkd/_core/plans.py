@@ -123,11 +123,11 @@ def _key(of: Iterable[Any], values: Iterable[Any]) -> Key | None:
     key += (on.driver.active.get_current_device(), *of)
     try:
         _describe(values, key, tensors, numbers)
-        addresses = [x.data_ptr() for x in tensors]
     except (NoPlan, RuntimeError):
         return None
-    if len({*addresses}) < len(addresses):  # which are in one place, and which are one tensor
-        key += (tuple(map(x.index, x)) for x in (addresses, [*map(id, tensors)]))
+    if len({x.data_ptr() for x in tensors}) < len(tensors):  # in one place, or one tensor
+        addresses, ids = [x.data_ptr() for x in tensors], [*map(id, tensors)]
+        key += (tuple(map(x.index, x)) for x in (addresses, ids))
     return tuple(key), tensors, tuple(numbers)
 
 
@@ -140,7 +140,7 @@ class Plan:
 
     program, called = cast(Any, None), True
     differs: Callable[[], bool | None] | None = None  # what the device found in a proof
-    proved: set[tuple[int, float]] | None = None  # the constants, once that was nothing
+    proved: Callable[[tuple[float, ...]], bool] | None = None  # for which numbers
 
     def __init__(self, recording: Recording, results: Any) -> None:
         self.name, self.constants = recording.name, {*enumerate(recording.numbers)}
@@ -160,10 +160,11 @@ class Plan:
             if differs:
                 _switch_off(self.name, "gave other bits than the call as written")
             elif differs is not None:
-                self.differs, self.proved = None, self.constants
-        if self.proved is None or not ENABLED or not self.holds(numbers):
-            return False
-        return not self.proved or self.proved.issubset(enumerate(numbers))
+                self.differs, known = None, self.constants
+                self.proved = self.holds
+                if known:
+                    self.proved = lambda n: self.holds(n) and known.issubset(enumerate(n))
+        return self.proved is not None and ENABLED and self.proved(numbers)
 
     def prove(self, numbers: tuple[float, ...], tensors: list[Tensor], right: Any) -> None:
         """Let the device compare what the program computes and saves with what is right."""
@@ -307,7 +308,7 @@ def _call(
     key, tensors, numbers = found
     plans = _plans.get(key, [])
     for plan in plans:
-        if plan.ready(numbers):
+        if (plan.proved and plan.proved(numbers)) or plan.ready(numbers):
             plan.called = True
             with torch._C.DisableTorchFunction():
                 return plan.program(numbers, *tensors)[0]
