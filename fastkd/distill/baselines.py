@@ -13,7 +13,7 @@ from fastkd._core import check
 from fastkd._core.numerics import Projector, upcast
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
-from fastkd.distill.method import Layers, Method
+from fastkd.distill.method import Layers, Method, check_numbers
 from fastkd.distill.methods import AttentionMSE, SoftTargets
 from fastkd.distill.prediction_losses import margin_loss
 from fastkd.distill.step import Step
@@ -151,6 +151,7 @@ class Embeddings(Method):
 
     def __post_init__(self) -> None:
         super().__init__()
+        check_numbers(self)
         check.choice("pooling", self.pooling, ("mean", "cls"))
         self.teacher_pool = self.pooling
         self.relation_loss = FCDLoss(0.0, 1.0, "l2", self.distance)
@@ -251,6 +252,7 @@ class GOLD(Method):
         super().__init__()
         check.number("temperature", self.temperature, above=0)
         check.choice("merge", self.merge, ("observed", "bayesian"))
+        check_numbers(self)
 
     def weights(self, progress: float) -> dict[str, float]:
         return {

@@ -5,7 +5,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -233,11 +233,6 @@ class Method(nn.Module):
         self.teacher_qkv: list[int] = []
         self._built_for: tuple[tuple[int, ...], ...] | None = None
         self.uses_lm_head = False  # set by `build`
-        options: Any = fields(self) if is_dataclass(self) else ()
-        for field in options:
-            value = getattr(self, field.name)
-            if field.type is float or (field.type == float | None and value is not None):
-                check.number(field.name, value, at_least=0)
 
     @property
     def teacher_layers(self) -> list[int]:
@@ -445,6 +440,7 @@ class WithSoftTargets(Method):
         Method.__init__(self)
         check.number("temperature", self.temperature, above=0)
         check.choice("divergence", self.divergence, DIVERGENCES)
+        check_numbers(self)
 
     @property
     def prediction_options(self) -> PredictionOptions:
@@ -463,6 +459,14 @@ class WithSoftTargets(Method):
             total, count = (functools.reduce(operator.add, x) for x in (sums, counts))
             means.append(step.mean(total, count, over_tokens=tokens[0]))
         return means[0] if len(means) == 1 else torch.stack(means).mean()
+
+
+def check_numbers(method: Any) -> None:
+    """Raise unless each field that is a float is a finite number of at least 0."""
+    for field in fields(method):
+        value = getattr(method, field.name)
+        if field.type is float or (field.type == float | None and value is not None):
+            check.number(field.name, value, at_least=0)
 
 
 def _check_same_head(teacher: Model, student: Backbone, method: str) -> None:

@@ -304,10 +304,9 @@ class DistillationTrainer(Trainer):
             shares = self._label_shares(batches, device)
             batches = [{**x, LABEL_SHARE: share} for x, share in zip(batches, shares, strict=True)]
         if len(batches) > 1:
-            rows = torch.tensor([count_rows(x) for x in batches], device=device)
-            everywhere = (
-                self.accelerator.gather(rows[None]) if self.args.world_size > 1 else rows[None]
-            )
+            everywhere = rows = torch.tensor([count_rows(x) for x in batches])
+            if self.args.world_size > 1:
+                everywhere = self.accelerator.gather(rows[None].to(device)).cpu()
             shares = row_shares(rows, everywhere, self.distiller.gather).tolist()
             batches = [{**x, SHARE: share} for x, share in zip(batches, shares, strict=True)]
         return batches, items
@@ -456,9 +455,10 @@ def count_rows(batch: dict[str, Any]) -> int:
 def row_shares(rows: Tensor, everywhere: Tensor, gather: bool) -> Tensor:
     """Weight of each batch's mean loss: its share of the step's rows, times the number of losses.
 
-    ``rows`` (batches) of this process, ``everywhere`` (processes, batches). With ``gather`` a loss
-    is that of the batch in all processes.
+    ``rows`` (batches) of this process, ``everywhere`` (processes, batches), or (batches) of one.
+    With ``gather`` a loss is that of the batch in all processes.
     """
+    everywhere = everywhere.view(-1, len(rows))
     own = everywhere.sum(0) if gather else rows * len(everywhere)
     return own * len(rows) / everywhere.sum().clamp(min=1)
 
