@@ -173,8 +173,12 @@ class HiddenStateLoss(LossModule):
         self.projector = None
         dims = self.student_dim, self.teacher_dim
         check.sizes_to_project(*dims)
-        if dims[0] is not None and dims[1] is not None and dims[0] != dims[1]:
-            self.projector = Projector(dims[0], dims[1])
+        if dims[0] is not None and dims[1] is not None:
+            self.projector = Projector(dims[0], dims[1]) if dims[0] != dims[1] else None
+        elif dims != (None, None):
+            raise ValueError(
+                f"student_dim is {dims[0]} and teacher_dim {dims[1]}; pass both or neither"
+            )
 
     def forward(
         self,
