@@ -456,7 +456,7 @@ def row_shares(rows: Tensor, everywhere: Tensor, gather: bool) -> Tensor:
     """Weight of each batch's mean loss: its share of the step's rows, times the number of losses.
 
     ``rows`` (batches) of this process, ``everywhere`` (processes, batches), or (batches) of one.
-    With ``gather`` a loss is that of the batch in all processes.
+    With ``gather`` a loss covers the rows of all processes.
     """
     everywhere = everywhere.view(-1, len(rows))
     own = everywhere.sum(0) if gather else rows * len(everywhere)

@@ -453,7 +453,7 @@ class Config(DataOptions):
         if config.stages is not None:
             others = (name for name in options_of(cls) if name not in OF_ALL_STAGES)
             for flag in set_flags(config, *others):
-                raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
+                raise InputError(f"--stages and {flag} exclude each other: write it into the file")
             return config
         if config.preset == "paper":
             entries = recipes.entries_of(config, given)

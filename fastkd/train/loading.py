@@ -223,7 +223,7 @@ def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
 def settled_method(config: Config, data: Data, display: Display, kept: str | None = None) -> Config:
     """``config`` with the method that auto takes, of which a line says why.
 
-    ``kept``: that of the run to resume.
+    ``kept``: the method of the run that is resumed.
     """
     if config.method != AUTO:
         return config

@@ -149,7 +149,7 @@ def test_what_excludes_stages(folder, tmp_path):
     for more, words in (
         ({}, f"--out {tmp_path / 'out'} holds a student of a run without --stages"),
         ({"stages": "nowhere.toml"}, "nowhere.toml: no such file"),
-        ({"teacher": "x"}, "--stages and --teacher exclude each other: it stands in the file"),
+        ({"teacher": "x"}, "--stages and --teacher exclude each other: write it into the file"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
     ):
         options = {"stages": folder / "plan.toml", "out": tmp_path / "out", **more}

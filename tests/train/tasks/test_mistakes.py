@@ -230,8 +230,8 @@ NOW = datetime.datetime(2020, 1, 1)
 HEAD = "text\tlabel\n"
 ZIPPED = gzip.compress(HEAD.encode() + b"good film\t1\n" * 5000)
 WHOLE = columns(["a"], [1])
-#: Files of labelled text, of which some are not what their names say: the name, its content, what
-#: is said of it, and options. Broken rows of right files: tests/train/test_drawn_files.py.
+#: Files of labelled text, some of another kind than their names say: name, content, a part of the
+#: error, and options. Broken rows of right files: tests/train/test_drawn_files.py.
 FILES = [
     ("mac.tsv", "text\tlabel\rgood\t1\r", "no rows"),
     ("utf16.csv", "text,label\ngood,1\n".encode("utf-16-le"), "which column is the text"),
