@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoModel
 
@@ -25,7 +24,7 @@ from fastkd.analysis.layer_comparison import (
 from fastkd.analysis.pictures import plot_layer_panels, plot_sentence, relation_agreement
 from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
 from fastkd.cli.command_settings import AnalyzeSettings
-from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.display import RichDisplay
 from fastkd.distributed import world_size
 from fastkd.models.backbone import Backbone
 from fastkd.models.batch import all_layers, batch_of
@@ -38,7 +37,15 @@ from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import check_same_tokens, fitting_length, load, tokenizer_of
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import counted
-from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
+from fastkd.train.saving import (
+    MANIFEST,
+    csv_text,
+    locked,
+    read_json,
+    saving,
+    write_file,
+    write_json,
+)
 from fastkd.train.tasks.base import default_padding_side
 from fastkd.train.tasks.classification import Classification, row_classes
 from fastkd.train.trained_model import columns_of, read_training_record
@@ -47,7 +54,7 @@ TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
 MODEL_NAMES = {"model": "model", "before": "student before", "student": "student"}
 
 
-def run(settings: AnalyzeSettings, console: Console) -> None:
+def run(settings: AnalyzeSettings, display: RichDisplay) -> None:
     """Run `fastkd analyze`; several processes share the rows."""
     with contextlib.ExitStack() as stack:
         processes.join(settings.device_name)
@@ -63,21 +70,21 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
         kept = slice(settings.rows)
         pairs, labels = (None if x is None else x[kept] for x in more)
         batches = batches_of(tokenizer, texts[kept], pairs, settings.batch_size, length, labels)
-        display = stack.enter_context(RichDisplay(console))
+        stack.enter_context(display)
         if length < settings.max_length:
             display.say(f"--max-length {length}: the models read no more tokens")
         starts = range(0, len(texts[kept]), settings.batch_size)
         number = len(starts[processes.rank() :: world_size()])
         batches = counted(batches, display, f"{len(texts[kept])} rows", number)
         report = analyze(settings, models, batches)
-        if processes.first():
+        if processes.rank() == 0:
             sentence = settings.sentence or texts[0]
             with saving(settings.out):
                 write(settings.out, report, list(models))
                 draw_sentence(settings.out, report, models, tokenizer, sentence, length)
-            say(console, table(report))
+            display.say(table(report))
             pictures = ", ".join(f"{name}.png" for name in ("relations", *report["measures"]))
-            say(console, f"{settings.out}/layers.json, layers.csv, {pictures}")
+            display.say(f"{settings.out}/layers.json, layers.csv, {pictures}")
 
 
 def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
@@ -135,7 +142,7 @@ def load_models(
 
 def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
     """Teacher layers that `fastkd distill` made the student of, and its changed sizes."""
-    about = read_manifest(Path(student).expanduser())
+    about = read_json(Path(student).expanduser() / MANIFEST)
     layers = about.get("teacher_layers")
     return layers and (layers, about.get("settings", {}).get("student_config", {}))
 

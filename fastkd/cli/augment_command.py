@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import AutoModelForMaskedLM
 
 from fastkd.cli.command_settings import AugmentSettings
-from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.display import RichDisplay
 from fastkd.train import tasks
-from fastkd.train.arrow_rows import file_fingerprint
+from fastkd.train.arrow_rows import fingerprint_of
 from fastkd.train.augmentation import Augmenter
 from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError
@@ -28,11 +27,11 @@ from fastkd.train.tasks.classification import Classification
 ORIGIN = ("row", "augmented")  # columns of the source row, and 1 for a copy
 
 
-def run(settings: AugmentSettings, console: Console) -> None:
+def run(settings: AugmentSettings, display: RichDisplay) -> None:
     """Write each row, followed by its copies; rows that a stopped command wrote are kept."""
     check_new_file(settings.out, settings.overwrite)
     glue = GLUE_TASKS.get(settings.task or "")
-    kind = tasks.named(tasks.kind_of(settings.task))
+    kind = tasks.named(settings.task)
     if not issubclass(kind, Classification) and kind.name() != "regression":
         raise InputError(f"--task {settings.task}: rows of one or two texts with a label only")
     columns = file_columns(settings.columns, glue, settings.data, kind)
@@ -54,10 +53,10 @@ def run(settings: AugmentSettings, console: Console) -> None:
         model, tokenizer, settings.probability, settings.candidates, settings.batch_size
     )
     part = settings.out.with_name(settings.out.name + ".part")
-    state = {**as_json(settings), "rows": file_fingerprint(settings.data)}
+    state = {**as_json(settings), "rows": fingerprint_of(settings.data)}
     done = _resume(part, state, [*names.values(), *ORIGIN])
     records = rows.data.to_list()
-    with RichDisplay(console) as display, part.open("a", encoding="utf-8") as file:
+    with display, part.open("a", encoding="utf-8") as file:
         track = display.track("rows", done, len(records))
         for i in range(done, len(records)):
             lines = _lines(records[i], [*names], augmenter, settings, i)
@@ -68,7 +67,7 @@ def run(settings: AugmentSettings, console: Console) -> None:
     os.replace(part, settings.out)
     _state_of(part).unlink(missing_ok=True)
     total = len(records) * (1 + settings.times)
-    say(console, f"{len(records)} rows, {total} with their copies: {settings.out}")
+    display.say(f"{len(records)} rows, {total} with their copies: {settings.out}")
 
 
 def _lines(

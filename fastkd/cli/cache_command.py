@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from fastkd.cli.display import RichDisplay
@@ -22,20 +21,23 @@ from fastkd.distributed import world_size
 from fastkd.integrations.top_k_files import rows_of
 from fastkd.integrations.top_k_files import write as write_rows
 from fastkd.train import processes
+from fastkd.train.arrow_rows import fingerprint_of
 from fastkd.train.assembling import Models, assemble, load_teacher, select
 from fastkd.train.config import AUTO, Config
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.fitting import save_model
 from fastkd.train.loading import encode, load_data, say_match, settled_method
-from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method
+from fastkd.train.models import make_method
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
-from fastkd.train.run_directory import fingerprint_of, size_text
 from fastkd.train.run_directory import rows_of as sets_of_rows
+from fastkd.train.run_directory import size_text
 from fastkd.train.saving import (
     LOCK,
     MANIFEST,
+    STUDENT,
+    TEACHERS_TOKENIZER,
     free_bytes,
     locked,
     save_tokenizer,
@@ -47,7 +49,7 @@ from fastkd.train.scoring import Judged, Run, judge, sizes_of
 KEPT = "the same command goes on with what is there"
 
 
-def write(config: Config, console: Console) -> None:
+def write(config: Config, display: RichDisplay) -> None:
     """Run or resume `fastkd cache`, in any number of processes.
 
     Raises:
@@ -57,7 +59,7 @@ def write(config: Config, console: Console) -> None:
     with contextlib.ExitStack() as stack:
         processes.join(config.device_name)
         processes.on_first_process(lambda: stack.enter_context(locked(out)))
-        display = stack.enter_context(RichDisplay(console))
+        stack.enter_context(display)
         with processes.errors_on_all():
             others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
             if others and not (out / ABOUT).exists():
@@ -79,7 +81,7 @@ def write(config: Config, console: Console) -> None:
         processes.on_first_process(lambda: check_room(run, models))
         _fill(run, models)
         if config.export is not None:
-            _, own = run.sets.all.shared(run.sets.collate, size, device)
+            own = rows.batches(run.sets.collate, size, rows.by_length, shared=True, device=device)
             with processes.errors_on_all(), saving(config.export, KEPT):
                 found = map(models.distiller.read, own)
                 write_rows(
@@ -109,7 +111,9 @@ def begin(config: Config, display: Display) -> tuple[Run, Models]:
 def _fill(run: Run, models: Models) -> None:
     """Write the teacher's outputs on this process's share of the rows."""
     config, data, out = run.config, run.data, run.config.out
-    number, own = run.sets.all.shared(run.sets.collate, config.batch_size, run.computation.device)
+    rows, size, device = run.sets.all, config.batch_size, run.computation.device
+    number = len(range(processes.rank() * size, len(rows), world_size() * size))
+    own = rows.batches(run.sets.collate, size, rows.by_length, shared=True, device=device)
     own = counted(own, run.display, "teacher", number)
     read = data.teacher_tokenizer or data.tokenizer
     with processes.errors_on_all(), saving(out, KEPT), run.computation.autocast():
@@ -181,9 +185,9 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
         write_json(out / MANIFEST, report)
 
 
-def verify(config: Config, console: Console) -> bool:
+def verify(config: Config, display: RichDisplay) -> bool:
     """Run `fastkd verify`; returns whether all equivalent ways agree."""
-    with RichDisplay(console) as display:
+    with display:
         # No row is evaluated, but a corpus has some.
         evals = config.evals or config.train
         few: dict[str, Any] = {"max_train_rows": config.rows, "batch_size": config.rows}

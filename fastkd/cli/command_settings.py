@@ -71,7 +71,7 @@ class AnalyzeSettings(ColumnOptions):
         tasks.check(self.task)
         if (self.text is None) == (self.task is None and self.data is None):
             raise InputError("give one of --text FILE, --data FILE and --task NAME")
-        if tasks.kind_of(self.task) is not None and self.data is None and self.text is None:
+        if self.task not in tasks.NO_KIND and self.data is None and self.text is None:
             raise InputError(f"--task {self.task} needs --data FILE")
         if self.data is None:
             names = ("text_column", "text_pair_column", "label_column", "no_header")

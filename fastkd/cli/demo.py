@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from fastkd.cli.command_settings import DemoSettings
-from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.display import RichDisplay
 from fastkd.distill.methods import METHODS
 from fastkd.study import grid, grid_report
 from fastkd.study.grid import Grid, StudySettings
@@ -69,7 +68,7 @@ def make_study(size: dict[str, Any], settings: DemoSettings) -> Grid:
     return grid.make(found, Path(), StudySettings(out=settings.out / "runs"))
 
 
-def run_demo(settings: DemoSettings, console: Console) -> None:
+def run_demo(settings: DemoSettings, display: RichDisplay) -> None:
     """Run `fastkd demo`."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -78,7 +77,7 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
     if settings.steps is not None:
         size["steps"] = settings.steps
     study = make_study(size, settings)
-    out, display = settings.out, RichDisplay(console)
+    out = settings.out
     runs = GridRuns(study, out / "runs", display)
     if (out / "student").exists() and not (out / grid_report.FILES[0]).exists():
         raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
@@ -116,7 +115,7 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
         best = max((row for row in summary.rows if row.seeds), key=lambda row: row.mean).variant
         speedup = _keep_best(best, runs, out)
         sizes = summary.example["parameters"]
-    _show(summary, console)
+    _show(summary, display)
     for line in (
         f"a student has {sizes['student'] / sizes['teacher']:.0%} of the teacher's parameters and "
         f"answers {speedup:.1f} times as fast",
@@ -124,7 +123,7 @@ def run_demo(settings: DemoSettings, console: Console) -> None:
         f"{time.perf_counter() - began:.0f} s in all; best student {best}, saved in "
         f"{out / 'student'}; report: {out / grid_report.FILES[0]}",
     ):
-        say(console, line)
+        display.say(line)
 
 
 def _keep_best(best: str, runs: GridRuns, out: Path) -> float:
@@ -138,7 +137,7 @@ def _keep_best(best: str, runs: GridRuns, out: Path) -> float:
     return seconds["teacher"] / seconds["student"]
 
 
-def _show(summary: Summary, console: Console) -> None:
+def _show(summary: Summary, display: RichDisplay) -> None:
     """Print the report's table: the columns of accuracy, gain and time."""
     table = Table("", box=box.SIMPLE_HEAD)
     for name in COLUMNS:
@@ -147,4 +146,4 @@ def _show(summary: Summary, console: Console) -> None:
     for row in summary.rows:
         cells = dict(zip(grid_report.HEADINGS, grid_report.cells(row), strict=True))
         table.add_row(row.variant, *(cells[name] for name in COLUMNS))
-    console.print(table)
+    display.console.print(table)

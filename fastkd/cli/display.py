@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,57 +16,56 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.launcher import first
+from fastkd.train.launcher import rank
 from fastkd.train.progress import Display, Track, clock, format_scores
 
 # Seconds between two lines of a log file.
 LINE_EVERY = 10.0
 
 
+@dataclass
 class BestEffortStream:
     """An output stream that survives a closed reader (`| head`, a closed terminal).
 
     Characters that its encoding lacks are escaped. The last other write error is ``error``.
     """
 
-    def __init__(self, stream: Any):
-        self._stream = stream
-        self._gone = stream is None  # closed before Python began
-        self.error: OSError | None = None
+    stream: Any
+    error: OSError | None = None
 
     def write(self, text: str) -> int:
-        if not self._gone:
+        if self.stream is not None:  # closed before Python began, or lost
             try:
-                return self._stream.write(text)
+                return self.stream.write(text)
             except UnicodeEncodeError:
-                encoding = self._stream.encoding  # that of the error may be "charmap", any of many
+                encoding = self.stream.encoding  # that of the error may be "charmap", any of many
                 return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
             except (OSError, ValueError) as error:
                 self._lose(error)
         return len(text)
 
     def flush(self) -> None:
-        if not self._gone:
+        if self.stream is not None:
             try:
-                self._stream.flush()
+                self.stream.flush()
             except (OSError, ValueError) as error:
                 self._lose(error)
 
     def _lose(self, error: Exception) -> None:
         """Stop writing; redirect the descriptor so that Python's final flush does not fail."""
-        self._gone = True
+        lost, self.stream = self.stream, None
         if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):
             self.error = error
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), lost.fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 @contextlib.contextmanager
-def new_console(plain: bool = False) -> Iterator[Console]:
-    """Console on standard output, silent in all but the first process.
+def new_display(plain: bool = False) -> Iterator["RichDisplay"]:
+    """Display on standard output, silent in all but the first process.
 
     With ``plain`` it has no progress bars, since several processes cannot share a terminal.
 
@@ -73,7 +73,8 @@ def new_console(plain: bool = False) -> Iterator[Console]:
         RunFailed: in the end, something could not be written.
     """
     stream: Any = BestEffortStream(sys.stdout)
-    yield Console(file=stream, quiet=not first(), force_terminal=False if plain else None)
+    terminal = False if plain else None
+    yield RichDisplay(Console(file=stream, quiet=rank() > 0, force_terminal=terminal))
     stream.flush()
     if stream.error is not None:  # such as a full disk
         raise RunFailed(f"the output can't be written: {stream.error.strerror}")
@@ -83,11 +84,6 @@ def stderr_display() -> "RichDisplay":
     """Display on standard error, for commands that write their result to standard output."""
     stream: Any = BestEffortStream(sys.stderr)
     return RichDisplay(Console(file=stream))
-
-
-def say(console: Console, text: str) -> None:
-    """Print ``text`` as it is."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class RichDisplay(Display):
@@ -130,8 +126,8 @@ class RichDisplay(Display):
             self._log.close()
 
     def say(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        say(self.progress.console, line)
+        """Print a line as it is, above the bars if there are any."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def event(self, name: str, **values: Any) -> None:
         """A line of JSON."""
@@ -155,7 +151,7 @@ class RichDisplay(Display):
 
 @contextlib.contextmanager
 def _worker_display() -> Iterator[Display]:
-    with new_console(plain=True) as console, RichDisplay(console) as display:
+    with new_display(plain=True) as display, display:
         yield display
 
 

@@ -5,31 +5,29 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.display import RichDisplay
 from fastkd.train import distillation, processes, stages
 from fastkd.train.config import Config
 from fastkd.train.progress import compared, format_scores
 
 
-def run(settings: Config, console: Console) -> None:
+def run(settings: Config, display: RichDisplay) -> None:
     """Run `fastkd distill`; see `fastkd.train.distillation` and `fastkd.train.stages`."""
-    log_json = settings.log_json if processes.first() else None
+    display.log_json = None if processes.rank() else settings.log_json
     if settings.stages is None:
-        report = distillation.run_distillation(settings, RichDisplay(console, log_json))
-        show(report, settings.out, console)
+        show(distillation.run_distillation(settings, display), settings.out, display)
         return
     ordered = stages.read(settings)
     stages.check(settings, ordered)
     for stage in ordered:
-        say(console, f"stage {stage.number} of {len(ordered)}: {stage.name}")
-        show(stages.run_stage(stage, RichDisplay(console, log_json)), stage.out, console)
-    say(console, f"the student of the last stage: {stages.link(ordered)}")
+        display.say(f"stage {stage.number} of {len(ordered)}: {stage.name}")
+        show(stages.run_stage(stage, display), stage.out, display)
+    display.say(f"the student of the last stage: {stages.link(ordered)}")
 
 
-def show(report: dict[str, Any], out: Path, console: Console) -> None:
+def show(report: dict[str, Any], out: Path, display: RichDisplay) -> None:
     """Print the results of a run: teacher and best student."""
     sets = {"": report, "test ": report.get("test", {})}
     table = Table(box=box.SIMPLE_HEAD)
@@ -51,7 +49,7 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
             "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
             *("" if x is None else f"{x:.4f}" for x in scores),
         )
-    console.print(table)
+    display.console.print(table)
     seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
     sizes = report["parameters"]
     if "teacher" in sizes:
@@ -59,9 +57,8 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
         if "teacher" in batch:
             times = batch["teacher"] / batch["student"]
             said = f"{compared(times, 'faster', 'slower', 'as fast')} and {said}"
-        say(console, f"the student is {said}")
-    say(
-        console,
+        display.say(f"the student is {said}")
+    display.say(
         f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",

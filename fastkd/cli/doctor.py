@@ -86,11 +86,9 @@ def has_backends(function: Callable) -> bool:
 TRIALS = tuple(Trial(loss.module, function) for loss in LOSSES for function in loss.with_reference)
 
 
-def run(settings: object, console: Any) -> bool:
+def run(settings: object, display: Any) -> bool:
     """Run `fastkd doctor`; returns whether every backend that runs here is right."""
-    from fastkd.cli.display import say
-
-    return examine(lambda line: say(console, line))
+    return examine(display.say)
 
 
 def examine(write: Callable[[str], object]) -> bool:

@@ -7,22 +7,22 @@ imports its options when it is called, and the rest when it runs.
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, NamedTuple
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
-from fastkd.cli.display import new_console
+from fastkd.cli.display import new_display
 from fastkd.train.config import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import (
     check_launcher,
-    first,
     launched,
     leave_launcher,
+    rank,
     receiving_signals,
     stop_at_once,
 )
@@ -40,7 +40,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, o
 class Command(NamedTuple):
     """A command: its help, the dataclass of its options, and its function.
 
-    ``function(settings, console)`` may return False for exit code 1. The packages in ``needs`` are
+    ``function(settings, display)`` may return False for exit code 1. The packages in ``needs`` are
     imported before it starts work. Only the first of several processes runs it if ``alone``.
     ``after_stop`` ends the sentence for an interrupted command. ``early(settings)`` runs before the
     packages are imported; a text that it returns is all that the command prints. ``required``
@@ -76,8 +76,8 @@ COMMANDS = {
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """,
-        "train.config.Config",
-        "cli.distill_command.run",
+        "fastkd.train.config:Config",
+        "fastkd.cli.distill_command:run",
         after_stop=", --resume continues the run",
     ),
     "evaluate": Command(
@@ -87,8 +87,8 @@ COMMANDS = {
 
         fastkd evaluate --model runs/distill/student --data dev.tsv
     """,
-        "cli.command_settings.EvaluateSettings",
-        "cli.predict_command.evaluate",
+        "fastkd.cli.command_settings:EvaluateSettings",
+        "fastkd.cli.predict_command:evaluate",
         ANSWERING,
         alone=True,
     ),
@@ -99,8 +99,8 @@ COMMANDS = {
 
         fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
     """,
-        "cli.command_settings.PredictSettings",
-        "cli.predict_command.predict",
+        "fastkd.cli.command_settings:PredictSettings",
+        "fastkd.cli.predict_command:predict",
         ANSWERING,
         alone=True,
     ),
@@ -113,8 +113,8 @@ COMMANDS = {
 
         fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
     """,
-        "train.config.Config",
-        "cli.cache_command.write",
+        "fastkd.train.config:Config",
+        "fastkd.cli.cache_command:write",
         after_stop=AGAIN,
         required=("teacher",),
         out="runs/teacher-cache",
@@ -126,8 +126,8 @@ COMMANDS = {
     Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
     your teacher, student, method and rows, in float64, without dropout.
     """,
-        "train.config.Config",
-        "cli.cache_command.verify",
+        "fastkd.train.config:Config",
+        "fastkd.cli.cache_command:verify",
         alone=True,
         required=("teacher",),
     ),
@@ -138,23 +138,23 @@ COMMANDS = {
 
         fastkd augment --data RTE/train.tsv --task rte --mlm bert-base-uncased --out aug.tsv
     """,
-        "cli.command_settings.AugmentSettings",
-        "cli.augment_command.run",
+        "fastkd.cli.command_settings:AugmentSettings",
+        "fastkd.cli.augment_command:run",
         ANSWERING,
         alone=True,
         after_stop=AGAIN,
     ),
     "demo": Command(
         "Distil a real teacher with every method, offline, in a few minutes.",
-        "cli.command_settings.DemoSettings",
-        "cli.demo.run_demo",
+        "fastkd.cli.command_settings:DemoSettings",
+        "fastkd.cli.demo:run_demo",
         (*TRAINING, "matplotlib"),
         after_stop=AGAIN,
     ),
     "doctor": Command(
         "Print what is installed, which backends run and why not, and check them.",
-        "cli.doctor.Settings",
-        "cli.doctor.run",
+        "fastkd.cli.doctor:Settings",
+        "fastkd.cli.doctor:run",
         (),
     ),
     "study": Command(
@@ -166,11 +166,11 @@ COMMANDS = {
 
         fastkd study --methods labels,fcd --tasks docs=docstrings --finetune-teacher 3
     """,
-        "study.grid.StudySettings",
-        "cli.study_command.run",
+        "fastkd.study.grid:StudySettings",
+        "fastkd.cli.study_command:run",
         (*TRAINING, "matplotlib"),
         after_stop=AGAIN,
-        early="study.grid.early",
+        early="fastkd.study.grid:early",
     ),
     "analyze": Command(
         """Similarity of the layers of a model, or of teacher and student, as numbers and pictures.
@@ -181,8 +181,8 @@ COMMANDS = {
 
         fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
     """,
-        "cli.command_settings.AnalyzeSettings",
-        "cli.analyze_command.run",
+        "fastkd.cli.command_settings:AnalyzeSettings",
+        "fastkd.cli.analyze_command:run",
         ("transformers", "matplotlib"),
     ),
 }
@@ -269,31 +269,20 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"fastkd {fastkd.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Distil language models into smaller ones with the losses of five papers and others."""
-
-
-def imported(path: str) -> Any:
-    """What a path such as ``train.config.Config`` names in fastkd."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"fastkd.{module}"), name)
+    if version:
+        typer.echo(f"fastkd {fastkd.__version__}")
+        raise typer.Exit
 
 
 def options_for(name: str) -> dict[str, Option]:
     """The options of a command, by field."""
     command = COMMANDS[name]
-    found = dict(options_of(imported(command.options)))
+    found = dict(options_of(resolve_name(command.options)))
     defaults: dict[str, Any] = dict.fromkeys(command.required, dataclasses.MISSING)
     if command.out is not None:
         defaults["out"] = Path(command.out)
@@ -331,7 +320,7 @@ def _register(name: str, meta: Command) -> None:
         @errors_as_sentences(meta.after_stop)
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
-            given, cls = {}, imported(meta.options)
+            given, cls = {}, resolve_name(meta.options)
             for field, option in options_for(name).items():
                 if context.get_parameter_source(field).name == "DEFAULT":
                     continue
@@ -343,19 +332,19 @@ def _register(name: str, meta: Command) -> None:
                 given.setdefault("out", values["out"])
             settings = cls.of(given, name) if hasattr(cls, "of") else cls(**given)
             check_inputs(settings)
-            if meta.early and (text := imported(meta.early)(settings)):
+            if meta.early and (text := resolve_name(meta.early)(settings)):
                 typer.echo(text)
                 return
             if meta.alone:
-                if not first():
+                if rank():
                     return
                 leave_launcher()
             for module in meta.needs:
                 require(module, "train")
             if "transformers" in meta.needs:
-                imported("train.models.be_quiet")()
-            with receiving_signals(stop_at_once), new_console() as console:
-                if imported(meta.function)(settings, console) is False:
+                resolve_name("fastkd.train.models:be_quiet")()
+            with receiving_signals(stop_at_once), new_display() as display:
+                if resolve_name(meta.function)(settings, display) is False:
                     raise typer.Exit(1)
 
         few = FIRST if name == "distill" else ()

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fastkd.cli.command_settings import AnswerSettings, EvaluateSettings, PredictSettings
-from fastkd.cli.display import say, stderr_display
+from fastkd.cli.display import RichDisplay, stderr_display
 from fastkd.train import glue
 from fastkd.train.data import empty_column, read_hub
 from fastkd.train.errors import InputError, nearest
@@ -55,7 +53,7 @@ FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 }
 
 
-def predict(settings: PredictSettings, console: Console) -> None:
+def predict(settings: PredictSettings, display: RichDisplay) -> None:
     """Print or write a line for each row; rows without text get no prediction."""
     if settings.glue_zip is not None:
         assert settings.out is not None
@@ -63,10 +61,10 @@ def predict(settings: PredictSettings, console: Console) -> None:
         folders = [Path(name) for name in settings.glue_zip.split(",")]
         filled = glue.pack(folders, settings.out)
         note = f"; constant answers for {', '.join(filled)}" if filled else ""
-        say(console, f"{settings.out}: {len(glue.FILES)} files for the GLUE server{note}")
+        display.say(f"{settings.out}: {len(glue.FILES)} files for the GLUE server{note}")
         return
     if settings.glue is not None:
-        _for_glue(settings, console)
+        _for_glue(settings, display)
         return
     model = begin(settings)
     assert settings.data is not None
@@ -88,14 +86,14 @@ def predict(settings: PredictSettings, console: Console) -> None:
     suffix = ".tsv" if settings.out is None else settings.out.suffix
     text = table(suffix, lines, kind.list_separator)
     if settings.out is None:
-        console.file.write(text)
+        display.console.file.write(text)
     else:
         write_file(settings.out, text)
         note = f", {empty} of them without text" if empty else ""
-        say(console, f"{len(rows)} rows{note}: {settings.out}")
+        display.say(f"{len(rows)} rows{note}: {settings.out}")
 
 
-def _for_glue(settings: PredictSettings, console: Console) -> None:
+def _for_glue(settings: PredictSettings, display: RichDisplay) -> None:
     """Write the GLUE server's file of each test set of --task; every row gets an answer."""
     assert settings.glue is not None and settings.task is not None
     task = "mnli" if settings.task == "ax" else settings.task
@@ -121,10 +119,10 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
             labels = glue.server_labels(name, model.task.names or [])
             content = [labels[row["label"]] for row in found]
         write_file(targets[name], glue.table(content))
-        say(console, f"{len(found)} rows: {targets[name]}")
+        display.say(f"{len(found)} rows: {targets[name]}")
 
 
-def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
+def evaluate(settings: EvaluateSettings, display: RichDisplay) -> dict[str, float]:
     """Print the scores on labelled rows, and write them to --out."""
     model = begin(settings)
     known = model.task.metrics
@@ -135,10 +133,10 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     model.task, rows, lines, _ = model.task.prepare(rows, order=settings.label_order)
     metrics = model.task.select_metrics(settings.metric)
     for line in (*lines, *model.task.explain(metrics)):
-        say(console, line)
+        display.say(line)
     answers = model.answers(rows, settings.max_length, stderr_display())
     scores = score(model.task, metrics, *answers)
-    say(console, f"{len(rows)} rows:  {format_scores(scores)}")
+    display.say(f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
         found = {"rows": len(rows), **scores}
         if settings.out.suffix == ".json":

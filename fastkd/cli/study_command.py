@@ -2,8 +2,6 @@
 
 import os
 
-from rich.console import Console
-
 from fastkd.cli.display import RichDisplay
 from fastkd.study import budget, grid, grid_report
 from fastkd.study.grid import StudySettings
@@ -13,7 +11,7 @@ from fastkd.train.launcher import leave_launcher
 from fastkd.train.saving import check_directory
 
 
-def run(settings: StudySettings, console: Console) -> None:
+def run(settings: StudySettings, display: RichDisplay) -> None:
     """Train the missing runs of a study, then write the report of all that are finished."""
     study = grid.read(settings)
     number, together = leave_launcher()
@@ -23,7 +21,7 @@ def run(settings: StudySettings, console: Console) -> None:
         check_directory("--runs", settings.runs)
     if not number:
         grid_report.claim(settings.out)
-    with RichDisplay(console) as display:
+    with display:
         for line in grid_report.table(grid_report.plan(study)):
             display.say(line)
         runs = GridRuns(study, settings.runs or settings.out, display)

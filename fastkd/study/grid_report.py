@@ -32,7 +32,7 @@ from fastkd.study.statistics import (
     with_deviation,
 )
 from fastkd.train.errors import InputError
-from fastkd.train.saving import MANIFEST, csv_text, read_manifest, write_file, write_json
+from fastkd.train.saving import MANIFEST, csv_text, read_json, write_file, write_json
 
 jinja2: Any = require("jinja2", "train")
 
@@ -92,7 +92,7 @@ def claim(out: Path) -> None:
     Raises:
         InputError: a file of the report exists that fastkd did not write.
     """
-    manifest = read_manifest(out)
+    manifest = read_json(out / MANIFEST)
     others = (MANIFEST,) if (out / MANIFEST).exists() and "study" not in manifest else FILES
     for name in others:
         if (out / name).exists() and name not in manifest.get("study", ()):

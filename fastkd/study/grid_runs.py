@@ -32,19 +32,25 @@ from fastkd.study.paper_table import TIMED as TIMED_MODELS
 from fastkd.study.run_measurements import PeakMemory, intra_class, machine_of, similarities
 from fastkd.train import data, distillation, stages, tasks
 from fastkd.train.arguments import steps_of
-from fastkd.train.arrow_rows import file_fingerprint
+from fastkd.train.arrow_rows import fingerprint_of
 from fastkd.train.config import MODELS, STAGES, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
 from fastkd.train.hub import file_of
 from fastkd.train.loading import finished_task
 from fastkd.train.models import check_depth, load
-from fastkd.train.options import as_paths, errors_with_file_keys, is_served, options_of
+from fastkd.train.options import (
+    SERVED,
+    as_paths,
+    errors_with_file_keys,
+    options_of,
+    without_weights,
+)
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
-from fastkd.train.run_directory import fingerprint_of, rows_of
+from fastkd.train.run_directory import rows_of
 from fastkd.train.saving import find_damage, read_json, write_json
 from fastkd.train.scoring import Judged, Run, seconds_a_batch
 
@@ -89,7 +95,7 @@ def _contents(options: Mapping[str, Any]) -> Iterator[str]:
         entries = teachers_of(Path(options["teachers"])).items()
         models |= {name: entry.get("cache", entry.get("model")) for name, entry in entries}
     for name, model in models.items():
-        if model is None or is_served(model) or model.startswith(STAGES):
+        if model is None or without_weights(model) == SERVED or model.startswith(STAGES):
             continue
         local = Path(resolved(model)).expanduser()
         yield from _files(name, local) if local.is_dir() else [f"{name} {_commit(model)}"]
@@ -107,7 +113,7 @@ def _files(name: str, path: Path) -> Iterator[str]:
 
 @functools.cache
 def _fingerprint(path: Path, changed: int, size: int) -> str:
-    return file_fingerprint(path)
+    return fingerprint_of(path)
 
 
 @functools.cache
@@ -156,9 +162,7 @@ class GridRuns:
     def result(self, cell: Cell) -> dict[str, Any] | None:
         """Content of the result file; None if it is missing or has changed."""
         found = read_json(self.path(cell))
-        if not isinstance(found, dict) or found.pop(CHECKSUM, None) != _checksum(found):
-            return None
-        return found
+        return found if found.pop(CHECKSUM, None) == _checksum(found) else None
 
     def done(self, cell: Cell) -> bool:
         """Whether a run is done."""
@@ -180,7 +184,7 @@ class GridRuns:
                     continue
                 distillation.check(config)
                 name, wanted = config.teacher, config.student_layers
-                if wanted is not None and name is not None and not is_served(name):
+                if wanted is not None and name is not None and without_weights(name) != SERVED:
                     teacher = load("--teacher", name, AutoConfig, config.trust_remote_code)
                     check_depth("--student-layers", wanted, layers_in(teacher))
                 if (cell.task,) in new:
@@ -334,7 +338,7 @@ class GridRuns:
         report = reports[-1]
         kind, sets = tasks.named(report["task"]), names_of(config.test or [])
         # The test rows of MNLI are its mismatched ones in GLUE's own files.
-        only = "mm" if config.glue_name == "mnli" else "test"
+        only = "mm" if config.glue is not None and config.glue.name == "mnli" else "test"
         tests = {
             who: {(f"{k}_{only}" if "" in sets else k): x for k, x in scores.items()}
             for who, scores in report.get("test", {}).items()
@@ -416,7 +420,7 @@ class GridRuns:
         path = self.out / "steps" / f"{key_of(own)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
-            if (found := read_json(path)) is None:
+            if not (found := read_json(path)):
                 times = []
                 for steps in TIMED:
                     folder = path.with_suffix(f".{steps}")

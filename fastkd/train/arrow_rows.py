@@ -8,6 +8,7 @@ file is written once, by the first of several processes, while the others wait f
 import contextlib
 import functools
 import hashlib
+import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fastkd._core.extras import MissingExtra, require
+from fastkd.distill.cache import TeacherCache
 from fastkd.distributed import world_size
+from fastkd.integrations._rows import RowSource
 from fastkd.train import processes
 from fastkd.train.errors import InputError
-from fastkd.train.saving import save_tokenizer, saving
+from fastkd.train.saving import MANIFEST, STUDENT, read_json, save_tokenizer, saving
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
@@ -117,14 +121,14 @@ class Rows:
     def with_labels(self, labels: np.ndarray | list[list[str]]) -> "Rows":
         """Rows with these labels: numbers, or a list of names for each row."""
         if isinstance(labels, list):
-            kind = _features(["large_string"])
+            kind = features_of(["large_string"])
             data = self.without_label().data.add_column("label", labels, feature=kind)
             return replace(self, data=data)
         return replace(self, data=self.without_label().data.add_column("label", labels))
 
     def with_probabilities(self, found: np.ndarray) -> "Rows":
         """Rows with probabilities of the classes (rows, classes), and the most probable class."""
-        rows, kind = self.with_labels(found.argmax(-1)), _features(["float64"])
+        rows, kind = self.with_labels(found.argmax(-1)), features_of(["float64"])
         return replace(rows, data=rows.data.add_column(PROBABILITIES, [*found], feature=kind))
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
@@ -168,61 +172,40 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def file_fingerprint(path: Path) -> str:
-    """Fingerprint of a file's bytes, or of all files in a folder."""
-    if path.is_dir():
-        inside = sorted(part for part in path.rglob("*") if part.is_file())
-        return fingerprint(
-            f"{part.relative_to(path)} {file_fingerprint(part)}\0".encode() for part in inside
-        )
-    with path.open("rb") as file:
-        return fingerprint(iter(lambda: file.read(2**20), b""))
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Fingerprint of the files of a tokenizer."""
+def fingerprint_of(value: Any) -> str:
+    """Fingerprint of a file or folder, of rows (texts and labels), of models or a tokenizer."""
+    if isinstance(value, Path):
+        if value.is_dir():
+            inside = sorted(part for part in value.rglob("*") if part.is_file())
+            names = (f"{part.relative_to(value)} {fingerprint_of(part)}\0" for part in inside)
+            return fingerprint(map(str.encode, names))
+        with value.open("rb") as file:
+            return fingerprint(iter(lambda: file.read(2**20), b""))
+    if isinstance(value, Rows):
+        return fingerprint(repr(row).encode() for row in value.contents())
+    if isinstance(value, list):
+        return fingerprint(fingerprint_of(part).encode() for part in value)
+    if isinstance(value, TeacherCache):
+        student = read_json(value.path / STUDENT / MANIFEST).get("files")
+        return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
+    if isinstance(value, RowSource):
+        return fingerprint([json.dumps(value.configuration()).encode()])
+    if isinstance(value, nn.Module):
+        weights = (x.detach().cpu().contiguous() for x in value.state_dict().values())
+        return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)
     with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(tokenizer, Path(folder))
-        parts = type(tokenizer).__name__, file_fingerprint(Path(folder))
-    return fingerprint(part.encode() for part in parts)
+        save_tokenizer(value, Path(folder))
+        parts = type(value).__name__, fingerprint_of(Path(folder))
+    return fingerprint(map(str.encode, parts))
 
 
-def stored(
-    source: str,
-    records: Callable[[], Iterator[dict[str, Any]]],
-    parts: Iterable[str],
-    columns: Mapping[str, Any],
-    classes: Sequence[str] | None = None,
-) -> Rows:
-    """Rows from ``records()``, cached under a hash of ``parts``, all that they depend on.
-
-    Each record has a ``number`` and these ``columns`` with their types.
-    """
-    library = require("datasets", "train")
-    code = map(file_fingerprint, sorted(Path(__file__).parent.glob("*.py")))
-    parts = (*parts, *code, library.__version__)
-    try:
-        with writing(source):
-            data = library.Dataset.from_generator(
-                records,
-                features=_features({"number": "int64", **columns}),
-                fingerprint=fingerprint(f"{part}\0".encode() for part in parts),
-                writer_batch_size=BATCH,
-            )
-    except library.exceptions.DatasetGenerationError as error:
-        # The error of `records`, or of the writer.
-        with writing(source):
-            raise error.__cause__ or error from None
-    return Rows(source, data, None if classes is None else tuple(classes))
-
-
-def _features(kind: Any) -> Any:
+def features_of(kind: Any) -> Any:
     """`datasets` features of a type's name, of a list ``[type]``, or of columns by name."""
     library = require("datasets", "train")
     if isinstance(kind, list):
-        return library.List(_features(kind[0]))
+        return library.List(features_of(kind[0]))
     if isinstance(kind, Mapping):
-        return library.Features({name: _features(inner) for name, inner in kind.items()})
+        return library.Features({name: features_of(inner) for name, inner in kind.items()})
     return library.Value(kind)
 
 
@@ -302,12 +285,13 @@ class Encoded(torch.utils.data.Dataset):
         size: int,
         order: Sequence[int] | None = None,
         *,
-        rank: int = 0,
-        ranks: int = 1,
+        shared: bool = False,
         device: torch.device | str = "cpu",
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Padded batches of ``size`` rows in this ``order``: every ``ranks``-th, from ``rank``."""
+        """Padded batches of ``size`` rows in this ``order``; processes have different ones if they
+        are ``shared``."""
         order = range(len(self)) if order is None else order
+        rank, ranks = (processes.rank(), world_size()) if shared else (0, 1)
         for start in range(rank * size, len(order), ranks * size):
             batch = collate(self.__getitems__(list(order[start : start + size])))
             yield {name: x.to(device) for name, x in batch.items()}
@@ -316,14 +300,6 @@ class Encoded(torch.utils.data.Dataset):
     def by_length(self) -> list[int]:
         """Row indices, shortest row first."""
         return np.argsort(self.lengths, kind="stable").tolist()
-
-    def shared(
-        self, collate: Callable, size: int, device: torch.device | str = "cpu"
-    ) -> tuple[int, Iterator[dict[str, torch.Tensor]]]:
-        """Number of this process's batches, and the batches, with rows of similar length."""
-        order, rank, ranks = self.by_length, processes.rank(), world_size()
-        number = len(range(rank * size, len(order), ranks * size))
-        return number, self.batches(collate, size, order, rank=rank, ranks=ranks, device=device)
 
     def followed_by(self, other: "Encoded") -> "Encoded":
         """These rows and the ``other`` rows."""
@@ -334,12 +310,3 @@ class Encoded(torch.utils.data.Dataset):
             [*self.sources, *other.sources],
             [*self.ends, *(len(self) + end for end in other.ends)],
         )
-
-
-def locked(data: Any, name: str) -> contextlib.AbstractContextManager:
-    """Lock under which one process at a time writes the cache file ``name`` of ``data``."""
-    if not data.cache_files:
-        return contextlib.nullcontext()
-    folder = Path(data.cache_files[0]["filename"]).parent
-    filelock: Any = require("filelock", "train")
-    return filelock.FileLock(folder / f"{name}.lock")

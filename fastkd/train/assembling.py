@@ -29,10 +29,10 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.labels import by_names
 from fastkd.train.loading import Data, cached_config, collator, fresh_head, training_encoder
 from fastkd.train.lora import TRAINED
-from fastkd.train.options import is_served, is_stored
+from fastkd.train.options import SERVED, without_weights
 from fastkd.train.progress import Display
 from fastkd.train.row_teachers import teachers_of
-from fastkd.train.saving import find_damage
+from fastkd.train.saving import STUDENT, find_damage
 from fastkd.train.tasks.base import Task
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
@@ -206,10 +206,8 @@ def load_teacher(config: Config, data: Data, tuned: Path | None = None) -> Any:
         return _cached_teacher(config, data, config.teacher_cache)
     if config.teachers is not None:
         return ByRow(dict(_row_teachers(config, data, config.teachers)))
-    if is_served(config.teacher):
-        return _served_teacher(config)
-    if is_stored(config.teacher):
-        return stored_teacher(config, data)
+    if kind := without_weights(config.teacher):
+        return _served_teacher(config) if kind == SERVED else stored_teacher(config, data)
     name = str(tuned or config.teacher)
     read = data.teacher_tokenizer or data.tokenizer
     return teacher_model(config, name, data.task, read, fresh_head(config))
@@ -285,7 +283,7 @@ def _cached_teacher(config: Config, data: Data, folder: Path) -> TeacherCache:
     if config.teacher is not None:
         teacher = teacher_model(config, config.teacher, data.task, read)
     cache = _open_cache(f"{option} {folder}", folder, teacher, read)
-    why = find_damage(folder / models.STUDENT)
+    why = find_damage(folder / STUDENT)
     if why:
         raise InputError(
             f"{option} {folder}: its student is damaged ({why}); the same `fastkd cache` again "
@@ -332,7 +330,7 @@ def _cached_student(config: Config, data: Data, folder: Path) -> PreTrainedModel
     if written["student_weights"] == "random" and written["seed"] != config.seed:
         found = cached_config(config, folder)
         return auto.from_config(found, trust_remote_code=remote, **options)
-    return models.load("--teacher-cache", str(folder / models.STUDENT), auto, remote, **options)
+    return models.load("--teacher-cache", str(folder / STUDENT), auto, remote, **options)
 
 
 def layers_of(

@@ -15,15 +15,14 @@ from fastkd.train.files import Columns, check_columns, settle_columns
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.options import (
     COMPLETIONS,
+    SERVED,
+    STORED,
     Checked,
     as_paths,
     check_place,
     check_types,
     data_option,
     file_keys,
-    has_no_weights,
-    is_served,
-    is_stored,
     method_option,
     model_option,
     option,
@@ -34,6 +33,7 @@ from fastkd.train.options import (
     set_flags,
     teaching_option,
     training_option,
+    without_weights,
 )
 from fastkd.train.packaged_teacher import NAME as PACKAGED
 from fastkd.train.packaged_teacher import resolved
@@ -186,14 +186,9 @@ class DataOptions(ColumnOptions):
     )
 
     @property
-    def glue_name(self) -> str | None:
-        """Name of the GLUE task that --task or --data gives, if any."""
-        return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
-
-    @property
     def glue(self) -> Glue | None:
-        """Columns and metrics of the GLUE task, if any."""
-        return GLUE_TASKS.get(self.glue_name or "")
+        """The GLUE task that --task or --data names, if any."""
+        return GLUE_TASKS.get(self.task or "", GLUE_TASKS.get(self.data or ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,7 +497,7 @@ def check_data(config: Config) -> None:
     tasks.check(config.task, config.metric)
     hub = set_flags(config, "data", "data_config", "train_split", "eval_split")
     local = set_flags(config, "train", "evals")
-    remote = config.glue_name is not None or config.data is not None
+    remote = config.glue is not None or config.data is not None
     refuse((
         (not local and config.no_header, "--no-header is about files; give --train and --eval"),
         (not local and not remote and config.unlabelled is not None,
@@ -522,7 +517,8 @@ def check_models(config: Config) -> None:
     """Raise for options of teacher, student and method that exclude each other."""
     makes, drawn = set_flags(config, *MAKES[1:]), config.student_weights == "random"
     method = set_flags(config, "preset", "options") if config.method == AUTO else []
-    served = is_served(config.teacher)
+    kind = without_weights(config.teacher)
+    served = kind == SERVED
     refuse((
         (config.recipe is not None and config.preset != "paper", "--recipe needs --preset paper"),
         (method, f"{''.join(method[:1])} needs --method NAME: --method {AUTO} takes another method "
@@ -544,11 +540,11 @@ def check_models(config: Config) -> None:
         (config.command == "verify" and served,
          f"--teacher {config.teacher}: a server teaches `fastkd distill` and `fastkd cache`"),
         (config.export is not None and config.top_k is None, "--export needs --top-k"),
-        (config.command != "distill" and is_stored(config.teacher),
+        (config.command != "distill" and kind == STORED,
          f"--teacher {config.teacher}: stored log-probabilities teach `fastkd distill` alone"),
     ))  # fmt: skip
-    if has_no_weights(config.teacher):
-        _check_no_weights(config)
+    if kind:
+        _check_no_weights(config, served)
     for flag, adapters in (("--lora", config.lora), ("--teacher-lora", config.teacher_lora)):
         if adapters:
             from fastkd.train import lora
@@ -556,9 +552,9 @@ def check_models(config: Config) -> None:
             lora.read(adapters, flag)
 
 
-def _check_no_weights(config: Config) -> None:
+def _check_no_weights(config: Config, served: bool) -> None:
     """Raise for options that need the weights of a teacher in a server or in files."""
-    url, served = f"--teacher {config.teacher}", is_served(config.teacher)
+    url = f"--teacher {config.teacher}"
     if config.student is None or (served and config.teacher_model is None):
         what, more = ("a server's model", ", and --teacher-model NAME") if served else (
             "a teacher without weights", ""
@@ -579,7 +575,7 @@ def _check_no_weights(config: Config) -> None:
         )
     if config.teacher == COMPLETIONS and not served and config.pack:
         raise InputError(f"{url} and --pack exclude each other")
-    if is_stored(config.teacher) and config.on_policy:
+    if config.on_policy and not served:
         raise InputError(
             f"{url} and --on-policy exclude each other: nothing is stored on text that the student "
             "generates"
@@ -589,7 +585,7 @@ def _check_no_weights(config: Config) -> None:
 def check_training(config: Config) -> None:
     """Raise for options of `fastkd distill` that exclude each other."""
     cache, shard = config.teacher_cache is not None, config.shard
-    served = is_served(config.teacher)
+    kind = without_weights(config.teacher)
     no_tuning = [] if config.finetune_teacher else set_flags(
         config, "teacher_learning_rate", "teacher_lora"
     )  # fmt: skip
@@ -615,13 +611,13 @@ def check_training(config: Config) -> None:
         (shard and config.on_policy and config.gather, "--fsdp, --gather and --on-policy exclude "
          "each other: a process without rows cannot take part in generating text"),
         (no_tuning, f"{''.join(no_tuning[:1])} needs --finetune-teacher EPOCHS"),
-        (config.teacher_offload and (cache or has_no_weights(config.teacher)),
+        (config.teacher_offload and (cache or kind),
          "--teacher-offload: this teacher has no weights here; leave it out"),
         (config.teacher_offload and (shard or config.finetune_teacher),
          f"--teacher-offload and {'--fsdp' if shard else '--finetune-teacher'} exclude each other"),
         (config.teachers is None and set_flags(config, "teacher_column"),
          "--teacher-column needs --teachers FILE"),
-        (not served and set_flags(config, "teacher_model", "top_k"),
+        (kind != SERVED and set_flags(config, "teacher_model", "top_k"),
          "--teacher-model and --top-k need --teacher URL, a server"),
         (config.accumulate > config.batch_size,
          f"--accumulate {config.accumulate}: a step of {config.batch_size} rows has no more "
@@ -685,7 +681,7 @@ NAMED = (*MODELS, "model", "before", "mlm")
 # whole.
 QUICK, WHOLE, MOST = (".tsv", ".csv", ".jsonl"), ".json", 2**24
 # Tasks whose rows are those of the file, in columns that are given or have default names.
-PLAIN = (None, "classification", "regression")
+PLAIN = (*tasks.NO_KIND, "classification", "regression")
 
 
 def check_inputs(settings: Any) -> None:
@@ -693,7 +689,7 @@ def check_inputs(settings: Any) -> None:
 
     ``settings`` are the options of a command.
     """
-    flags = {name: option.flag for name, option in options_of(settings).items()}
+    flags = {name: option.flag for name, option in options_of(type(settings)).items()}
     values = vars(settings)
     for name in ROWS:
         value = values.get(name)
@@ -704,13 +700,13 @@ def check_inputs(settings: Any) -> None:
         teachers_of(values["teachers"])
     for name in NAMED:
         value = values.get(name)
-        if isinstance(value, str) and not has_no_weights(value):
+        if isinstance(value, str) and not without_weights(value):
             check_place(flags[name], value)
 
 
 def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
     values = vars(settings)
-    kind = tasks.kind_of(values.get("task"))
+    kind = values.get("task")
     known = files.kind_of(path) in files.READERS
     if not path.exists() or (kind in PLAIN and path.is_file() and known):
         files.check_file(path, option)

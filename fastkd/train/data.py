@@ -24,11 +24,9 @@ from fastkd.train.arrow_rows import (
     UNLABELLED,
     Encoded,
     Rows,
-    file_fingerprint,
+    features_of,
     fingerprint,
-    locked,
-    stored,
-    tokenizer_fingerprint,
+    fingerprint_of,
     writing,
 )
 from fastkd.train.config import Config
@@ -57,12 +55,44 @@ def read_file(
     files.check_file(path, option, task.readers, task.folders)
     declares = issubclass(task, ClassTask)
     classes = files.class_names(path, columns.label, option) if declares else None
+    read = functools.partial(files.records, path, columns.header, option, every, task.readers)
+    parts = fingerprint_of(path), "".join(path.suffixes[-2:])
+    return _stored(read, columns, option, str(path), task, classes, every, parts)
 
-    found = functools.partial(files.records, path, columns.header, option, every, task.readers)
-    rows = functools.partial(_checked, found, columns, option, str(path), task, classes, every)
-    kind, read = "".join(path.suffixes[-2:]), repr((columns, every))
-    parts = (file_fingerprint(path), kind, read, *code_fingerprints(task))
-    return stored(str(path), rows, parts, _stored(task, columns), classes)
+
+def _stored(
+    read: Callable[[], Iterable[tuple[int, dict[str, Any]]]],
+    columns: Columns,
+    option: str,
+    source: str,
+    task: type[Task],
+    classes: list[str] | None,
+    every: bool,
+    parts: Iterable[str],
+) -> Rows:
+    """Rows of the records that ``read()`` returns with their numbers, in a file of the cache.
+
+    Its name is a hash of all that they depend on; ``parts`` are those of the source.
+    """
+    library = require("datasets", "train")
+    missing = [name for name in task.optional if getattr(columns, name) is None]
+    kinds = {name: kind for name, kind in task.stored.items() if name not in missing}
+    kinds |= {} if columns.teacher is None else {"teacher": TEXT}
+    code = map(fingerprint_of, sorted(Path(__file__).parent.glob("*.py")))
+    parts = (*parts, repr((columns, every, classes)), *code_fingerprints(task), *code)
+    try:
+        with writing(source):
+            data = library.Dataset.from_generator(
+                functools.partial(_checked, read, columns, option, source, task, classes, every),
+                features=features_of({"number": "int64", **kinds}),
+                fingerprint=fingerprint(f"{x}\0".encode() for x in (*parts, library.__version__)),
+                writer_batch_size=BATCH,
+            )
+    except library.exceptions.DatasetGenerationError as error:
+        # The error of `_checked`, or of the writer.
+        with writing(source):
+            raise error.__cause__ or error from None
+    return Rows(source, data, None if classes is None else tuple(classes))
 
 
 def _checked(
@@ -124,13 +154,6 @@ def name_classes(
         record[column] = name(record[column])
 
 
-def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
-    """The stored columns of a task with these ``columns``, and their types."""
-    missing = [name for name in task.optional if getattr(columns, name) is None]
-    kept = {name: kind for name, kind in task.stored.items() if name not in missing}
-    return kept if columns.teacher is None else {**kept, "teacher": TEXT}
-
-
 def empty_column(task: type[Task], row: dict[str, Any]) -> str | None:
     """The stored column without text in a row that has too little text; else None."""
     blank: list[str] = []
@@ -167,11 +190,10 @@ def read_hub(
     if columns.label is not None and issubclass(task, ClassTask):
         classes = files.declared(data.features.get(columns.label))
 
-    rows = functools.partial(
-        _checked, lambda: enumerate(data, 1), columns, option, source, task, classes, True
-    )
-    parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
-    return stored(source, rows, parts, _stored(task, columns), classes)
+    def read() -> Iterable[tuple[int, dict[str, Any]]]:
+        return enumerate(data, 1)
+
+    return _stored(read, columns, option, source, task, classes, True, (data._fingerprint,))
 
 
 def load(config: Config, finished: Task | None = None) -> Corpus:
@@ -321,7 +343,7 @@ def _read_splits(config: Config, kind: type[Task], named: Columns) -> tuple[Rows
     dataset, name, columns, option = config.data, config.data_config, kind.columns, "--data"
     eval_splits: tuple[str, ...] = ("validation",)
     if (glue := config.glue) is not None:
-        dataset, name, option = HUB, config.glue_name, "--task"
+        dataset, name, option = HUB, glue.name, "--task"
         eval_splits, columns = glue.eval_splits, glue.hub
     if config.eval_split is not None:
         eval_splits = (config.eval_split,)
@@ -396,7 +418,7 @@ FEW = 8  # with fewer rows, all tokens may be unknown
 def code_fingerprints(task: type[Task]) -> list[str]:
     """The name of a task and the fingerprints of its source files, those of its bases included."""
     files = dict.fromkeys(inspect.getfile(part) for part in task.__mro__ if part is not object)
-    return [task.name(), *(file_fingerprint(Path(file)) for file in files)]
+    return [task.name(), *(fingerprint_of(Path(file)) for file in files)]
 
 
 class Encoder:
@@ -415,9 +437,9 @@ class Encoder:
         self.by_row = by_row
         #: The teacher's tokenizer, of rows with the tokens of both models.
         self.teachers = teachers
-        self.parts = [tokenizer_fingerprint(tokenizer), str(max_length)]
+        self.parts = [fingerprint_of(tokenizer), str(max_length)]
         if teachers is not None:
-            self.parts.append(tokenizer_fingerprint(teachers))
+            self.parts.append(fingerprint_of(teachers))
         for module in ("transformers", "tokenizers"):
             self.parts.append(getattr(require(module, "train"), "__version__", ""))
         self.parts += [repr(task), *by_row, *code_fingerprints(type(task))]
@@ -452,7 +474,11 @@ class Encoder:
             found.setdefault("length", [len(ids) for ids in found["input_ids"]])
             return found
 
-        with writing(rows.source), locked(data, name):
+        # One process at a time writes the file.
+        filelock, lock = require("filelock", "train"), contextlib.nullcontext()
+        if data.cache_files:
+            lock = filelock.FileLock(Path(data.cache_files[0]["filename"]).parent / f"{name}.lock")
+        with writing(rows.source), lock:
             tokens = data.map(
                 encode,
                 batched=True,

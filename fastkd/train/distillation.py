@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fastkd.models.student import SCHEMES
 from fastkd.train import data as rows_of_source
 from fastkd.train import lora, processes, recipes, sharding, tasks
 from fastkd.train.arguments import settled, steps_of
-from fastkd.train.arrow_rows import fingerprint
+from fastkd.train.arrow_rows import fingerprint, fingerprint_of
 from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import AUTO, SELECT, Config
@@ -44,11 +44,10 @@ from fastkd.train.run_directory import (
     Checkpoints,
     RunDirectory,
     Training,
-    fingerprint_of,
     is_complete,
     rows_of,
 )
-from fastkd.train.saving import locked, read_manifest, saving, update_manifest
+from fastkd.train.saving import MANIFEST, locked, read_json, saving, write_manifest
 from fastkd.train.scoring import Judged, Run, judge, rows_by_teacher, seconds_a_batch, sizes_of
 from fastkd.train.tasks.base import reorder_classes
 
@@ -78,7 +77,15 @@ def run_distillation(
     with processes.errors_on_all():
         config = check(config)
     display = display or Display()
-    with _opened(config, display) as out:
+    with contextlib.ExitStack() as stack:
+        processes.on_first_process(lambda: stack.enter_context(locked(config.out)))
+        with processes.errors_on_all():
+            stack.enter_context(display)
+        out = processes.on_first_process(lambda: RunDirectory(config, display.say))
+        if config.resume and not (out.manifest or out.done):
+            display.say(f"{config.out}: no run to resume; this one begins")
+        if config.student is not None and config.student == config.teacher:
+            display.say("warning: --student is the teacher; --student-layers makes a smaller one")
         with processes.errors_on_all():
             data = load_data(config, display)
         for line in rows_of_source.describe(data.corpus):
@@ -97,22 +104,6 @@ def run_distillation(
         before = max(0.0, history[-1]["seconds"] - (time.perf_counter() - began))
         report |= judge_best(run, models, report.get("teachers", {}), measure)
         return publish(run, models, report, history, started - before)
-
-
-@contextlib.contextmanager
-def _opened(config: Config, display: Display) -> Iterator[RunDirectory]:
-    """Context of the locked output directory, in which the display prints."""
-    with contextlib.ExitStack() as stack:
-        processes.on_first_process(lambda: stack.enter_context(locked(config.out)))
-        with processes.errors_on_all():
-            stack.enter_context(display)
-        out = processes.on_first_process(lambda: RunDirectory(config))
-        out.report_moved_files(display)
-        if config.resume and not (out.manifest or out.done):
-            display.say(f"{config.out}: no run to resume; this one begins")
-        if config.student is not None and config.student == config.teacher:
-            display.say("warning: --student is the teacher; --student-layers makes a smaller one")
-        yield out
 
 
 def begin(
@@ -211,7 +202,7 @@ def _check_stored(run: Training, models: Models) -> None:
 
     option = "--teacher-cache" if run.data.cached else "--teacher"
     rank, ranks = processes.rank(), world_size()
-    batches = rows.batches(run.sets.collate, size, rank=rank, ranks=ranks)
+    batches = rows.batches(run.sets.collate, size, shared=True)
     for number, batch in enumerate(batches):
         if stored(batch):
             continue
@@ -254,9 +245,9 @@ def finetune_teacher(run: Training, models: Models) -> Models:
             teacher.to(device)
 
         def complete() -> None:
-            report = {**read_manifest(target), "complete": True, "history": history}
+            report = {**read_json(target / MANIFEST), "complete": True, "history": history}
             with saving(target):
-                update_manifest(target, report)
+                write_manifest(target, report, ())
                 Checkpoints(out.work / CHECKPOINTS["teacher"]).clear()
 
         processes.on_first_process(complete)
@@ -417,7 +408,7 @@ def publish(
         run.display.say(report["served_teacher"])
     report = {
         # The first process reads it, before it moves the directory.
-        **processes.on_first_process(lambda: read_manifest(out.student)),
+        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
         **report,
         "compared_layers": models.distiller.method.teacher_layers,
         "complete": True,
@@ -428,11 +419,10 @@ def publish(
     def complete() -> None:
         with saving(run.config.out):
             write_card(out.student, report)
-            update_manifest(out.student, report, CARD)
-            out.finish()
+            write_manifest(out.student, report, [CARD])
+            out.finish(run.display.say)
 
     processes.on_first_process(complete)
-    out.report_moved_files(run.display)
     run.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -246,7 +245,7 @@ class ShardedTrainer(StepTrainer):
         places = (distiller, "student"), (distiller, "method"), (self, "optimizer")
         full = [sharding.full_state(getattr(*place)) for place in places]  # all processes gather
         with contextlib.ExitStack() as stack:
-            for place, value in zip(places, full, strict=True) if processes.first() else ():
+            for place, value in zip(places, full, strict=True) if processes.rank() == 0 else ():
                 stack.enter_context(sharding.replaced(*place, value))
             super()._save_checkpoint(*args, **kwargs)
 
@@ -304,8 +303,7 @@ def fit(
     last = None
     if config.resume:
         last = processes.on_first_process(lambda: checkpoints.newest(run.display.say))
-    # Trackers read their directory when the trainer is made.
-    with receiving_signals(callback.request_stop), logging_to(config.out / "logs" / target.name):
+    with receiving_signals(callback.request_stop):
         trainer = (ShardedTrainer if config.shard else StepTrainer)(
             model=distiller,
             args=arguments_of(config, computation, checkpoints.directory / NEW, order.rows),
@@ -322,6 +320,9 @@ def fit(
         trainer.add_callback(callback)  # after the method has prepared itself
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
+        for each in trainer.callback_handler.callbacks:
+            if getattr(each, "logging_dir", "") is None:  # TensorBoard's, without its variable
+                each.logging_dir = str(config.out / "logs" / target.name)
         # Dropout differs between the processes.
         set_seed((config.seed + processes.rank()) % 2**32)
         try:
@@ -548,17 +549,3 @@ def ended_state(checkpoint: Path) -> TrainerState | None:
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     history = history_of(state.log_history)
     return state if history and history[-1]["step"] >= state.max_steps else None
-
-
-@contextlib.contextmanager
-def logging_to(logs: Path) -> Iterator[None]:
-    """Context that sends TensorBoard's files to ``logs``, unless its variable is set already."""
-    name = "TENSORBOARD_LOGGING_DIR"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(logs)
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -18,6 +18,7 @@ from fastkd.train.files import Columns
 class Glue:
     """A GLUE task: its columns on the hub and in GLUE's own files, its metrics and splits."""
 
+    name: str
     hub: Columns
     file: Columns
     metrics: tuple[str, ...] = ("accuracy",)
@@ -27,29 +28,33 @@ class Glue:
 
 _SENTENCES = Columns("sentence1", "sentence2")
 HUB = "nyu-mll/glue"
-GLUE_TASKS = {
-    "cola": Glue(Columns("sentence"), Columns("3", None, "1", header=False), ("mcc",)),
-    "sst2": Glue(Columns("sentence"), Columns("sentence")),
-    "mrpc": Glue(_SENTENCES, Columns("#1 String", "#2 String", "Quality"), ("f1", "accuracy")),
-    "stsb": Glue(
+_GLUE = (
+    Glue("cola", Columns("sentence"), Columns("3", None, "1", header=False), ("mcc",)),
+    Glue("sst2", Columns("sentence"), Columns("sentence")),
+    Glue("mrpc", _SENTENCES, Columns("#1 String", "#2 String", "Quality"), ("f1", "accuracy")),
+    Glue(
+        "stsb",
         _SENTENCES,
         Columns("sentence1", "sentence2", "score"),
         ("pearson", "spearman"),
         regression=True,
     ),
-    "qqp": Glue(
+    Glue(
+        "qqp",
         Columns("question1", "question2"),
         Columns("question1", "question2", "is_duplicate"),
         ("f1", "accuracy"),
     ),
-    "mnli": Glue(
+    Glue(
+        "mnli",
         Columns("premise", "hypothesis"),
         Columns("sentence1", "sentence2", "gold_label"),
         eval_splits=("validation_matched", "validation_mismatched"),
     ),
-    "qnli": Glue(Columns("question", "sentence"), Columns("question", "sentence")),
-    "rte": Glue(_SENTENCES, _SENTENCES),
-}
+    Glue("qnli", Columns("question", "sentence"), Columns("question", "sentence")),
+    Glue("rte", _SENTENCES, _SENTENCES),
+)
+GLUE_TASKS = {glue.name: glue for glue in _GLUE}
 
 
 HEADER = "index\tprediction"

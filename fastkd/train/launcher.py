@@ -32,13 +32,8 @@ def check_launcher() -> None:
 
 
 def rank() -> int:
-    """Rank of this process; 0 in a run of one."""
+    """Rank of this process, 0 in a run of one: that process prints and writes files."""
     return int(os.environ["RANK"]) if launched() else 0
-
-
-def first() -> bool:
-    """Whether this process prints and writes files."""
-    return rank() == 0
 
 
 def leave_launcher() -> tuple[int, int]:

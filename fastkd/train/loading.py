@@ -19,11 +19,11 @@ from fastkd.train.config import AUTO, MAX_LENGTH, Config
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
-from fastkd.train.options import as_json, has_no_weights, set_flags
+from fastkd.train.options import as_json, set_flags, without_weights
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
 from fastkd.train.row_teachers import ByRowCollator, teachers_of
-from fastkd.train.saving import read_manifest
+from fastkd.train.saving import MANIFEST, STUDENT, TEACHERS_TOKENIZER, read_json
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.regression import Regression
 
@@ -105,11 +105,11 @@ def load_data(config: Config, display: Display) -> Data:
         folder = config.teacher_cache
         cached = cache_report(config, folder)
         read = functools.partial(models.tokenizer_of, "--teacher-cache", remote_code=remote)
-        tokenizer, theirs = read(str(folder / models.STUDENT)), folder / models.TEACHERS_TOKENIZER
+        tokenizer, theirs = read(str(folder / STUDENT)), folder / TEACHERS_TOKENIZER
         teachers = read(str(theirs)) if theirs.is_dir() else None
         if max_length == MAX_LENGTH:
             max_length = cached["settings"]["max_length"]
-    elif names or has_no_weights(config.teacher):
+    elif names or without_weights(config.teacher):
         tokenizer = models.load_tokenizer(config, "student")
     else:
         tokenizer, teachers = models.load_tokenizers(config, corpus, display)
@@ -134,11 +134,11 @@ def finished_task(config: Config) -> Task | None:
     if not issubclass(kind, ClassTask | Regression) or config.finetune_teacher:
         return None
     cache = config.teacher_cache
-    if has_no_weights(config.teacher) or config.teachers is not None:
+    if without_weights(config.teacher) or config.teachers is not None:
         return None
     if cache is None:
         head = models.load("--teacher", str(config.teacher), AutoConfig, config.trust_remote_code)
-    elif (cache / models.STUDENT).is_dir():
+    elif (cache / STUDENT).is_dir():
         head = cached_config(config, cache)
     else:
         return None  # `cache_report` says what is missing
@@ -185,28 +185,28 @@ def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
     """For each teacher with a configuration: its option, its name in errors, and its place."""
     if config.teacher_cache is not None:
         folder = config.teacher_cache
-        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / models.STUDENT)
+        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / STUDENT)
     elif config.teachers is not None:
         for who, entry in teachers_of(config.teachers).items():
             if "url" not in entry:
                 cache = entry.get("cache")
-                place = entry["model"] if cache is None else str(Path(cache) / models.STUDENT)
+                place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
                 yield "--teachers", f"--teachers {who}", place
-    elif not has_no_weights(config.teacher):
+    elif not without_weights(config.teacher):
         yield "--teacher", f"--teacher {config.teacher}", str(config.teacher)
 
 
 def cached_config(config: Config, folder: Path) -> Any:
     """Configuration of the student in a cache, whose head is the teacher's."""
     return models.load(
-        "--teacher-cache", str(folder / models.STUDENT), AutoConfig, config.trust_remote_code
+        "--teacher-cache", str(folder / STUDENT), AutoConfig, config.trust_remote_code
     )
 
 
 def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
     """The report of a cache; raises if an option of the student has another value than there."""
-    option, about = "--teacher-cache", read_manifest(folder)
-    if not (folder / models.STUDENT).is_dir() or not about:
+    option, about = "--teacher-cache", read_json(folder / MANIFEST)
+    if not (folder / STUDENT).is_dir() or not about:
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     again = as_json(config)
     for flag in set_flags(config, *MAKES[1:]):

@@ -22,9 +22,9 @@ from fastkd.train.config import AUTO, MAX_LENGTH, NAMES, Config
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.generation import Generation
 from fastkd.train.hub import file_of, hub_answers, why_not
-from fastkd.train.options import check_place, is_served
+from fastkd.train.options import SERVED, check_place, without_weights
 from fastkd.train.progress import Display
-from fastkd.train.saving import read_manifest
+from fastkd.train.saving import MANIFEST, read_json
 from fastkd.train.tasks.base import Corpus, Task
 
 # Rows that are read with both tokenizers, characters of each, and rows in memory at a time.
@@ -84,10 +84,6 @@ def _ids(tokenizer: Any, texts: Sequence[str], special: bool) -> Iterator[list[i
         yield from tokenizer(part, add_special_tokens=special, verbose=False)["input_ids"]
 
 
-# Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
-STUDENT = "student"
-# Directory in such a cache: the teacher's tokenizer, if it isn't the student's.
-TEACHERS_TOKENIZER = "tokenizer"
 # A model with a tokenizer has one of these files.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -97,7 +93,7 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
 
     Code that comes with a model runs only with ``remote_code``.
     """
-    if is_served(name):
+    if without_weights(name) == SERVED:
         raise InputError(f"{option} {name}: a server teaches `fastkd distill` and `fastkd cache`")
     check_place(option, name)
     local = Path(name).expanduser()
@@ -213,10 +209,10 @@ def load_trained(
     """A trained model given as --model, its tokenizer and its task."""
     tokenizer = tokenizer_of("--model", name, remote_code)
     config = load("--model", name, AutoConfig, remote_code)
-    report = read_manifest(Path(name).expanduser())
+    report = read_json(Path(name).expanduser() / MANIFEST)
     trained = report.get("task")
     trained = trained if isinstance(trained, str) else None
-    kind = tasks.of_model(f"--model {name}", tasks.kind_of(task), trained, config)
+    kind = tasks.of_model(f"--model {name}", task, trained, config)
     model, fresh = load_weights("--model", name, remote_code, kind)
     if fresh:
         raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")

@@ -25,6 +25,7 @@ from fastkd.train.errors import InputError, nearest
 
 # --teacher whose log-probabilities are in the answers of --train.
 COMPLETIONS = "completions"
+SERVED, STORED = "served", "stored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +64,6 @@ class Option:
         """Name of the option in a file: ``eval``, ``set``."""
         return self.flag.removeprefix("--").replace("-", "_")
 
-    def check(self, value: Any) -> None:
-        """Raise InputError unless ``value`` lies within the bounds and among the choices."""
-        if self.choices and value not in self.choices:
-            raise InputError(
-                f"{self.flag} {value!r} is not an option; {nearest(value, self.choices)}"
-            )
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError(f"{self.flag} {str(value)[:20]}... is beyond all bounds")
-        if self.above is not None and not self.above < value < math.inf:
-            raise InputError(f"{self.flag} must be greater than {self.above}, got {value}")
-        if self.least is not None and not self.least <= value < math.inf:
-            raise InputError(f"{self.flag} must be at least {self.least}, got {value}")
-        if self.most is not None and not value <= self.most:
-            raise InputError(f"{self.flag} must be at most {self.most}, got {value}")
-
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an `Option`; ``...`` as the default makes it required."""
@@ -103,22 +87,30 @@ run_option = functools.partial(option, panel="The run", saved=False, commands=("
 
 
 class Checked:
-    """Base class of options that checks their bounds when they are created."""
+    """Base class of options that checks bounds and choices when they are created."""
 
     def __post_init__(self) -> None:
-        values = vars(self)
-        for name, meta in options_of(self).items():
-            if (value := values[name]) is not None:
-                meta.check(value)
-
-
-def options_of(settings: Any) -> Mapping[str, Option]:
-    """The options of a dataclass or its instance, by field name."""
-    return _options_of(settings if isinstance(settings, type) else type(settings))
+        for name, meta in options_of(type(self)).items():
+            value, flag = vars(self)[name], meta.flag
+            if meta.choices and value not in (None, *meta.choices):
+                raise InputError(
+                    f"{flag} {value!r} is not an option; {nearest(value, meta.choices)}"
+                )
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise InputError(f"{flag} {str(value)[:20]}... is beyond all bounds")
+            if meta.above is not None and not meta.above < value < math.inf:
+                raise InputError(f"{flag} must be greater than {meta.above}, got {value}")
+            if meta.least is not None and not meta.least <= value < math.inf:
+                raise InputError(f"{flag} must be at least {meta.least}, got {value}")
+            if meta.most is not None and not value <= meta.most:
+                raise InputError(f"{flag} must be at most {meta.most}, got {value}")
 
 
 @functools.cache
-def _options_of(cls: Any) -> Mapping[str, Option]:
+def options_of(cls: Any) -> Mapping[str, Option]:
+    """The options of a dataclass, by field name."""
     kinds, found = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if (meta := field.metadata.get("option")) is not None:
@@ -144,13 +136,13 @@ def as_paths(given: Any) -> list[Path] | None:
 
 def set_flags(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
-    options, values = options_of(settings), vars(settings)
+    options, values = options_of(type(settings)), vars(settings)
     return [options[name].flag for name in names if values[name] != options[name].default]
 
 
 def as_json(settings: Any) -> dict[str, Any]:
     """The options that the result depends on, in JSON's types; paths are strings."""
-    values, options = vars(settings), options_of(settings).items()
+    values, options = vars(settings), options_of(type(settings)).items()
     found = {meta.key: values[name] for name, meta in options if meta.saved}
     text = json.dumps(found, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))
     return json.loads(text)
@@ -268,25 +260,19 @@ def resolve_path(where: str, given: Any, folder: Path, several: bool = False) ->
     return folder / Path(found).expanduser()
 
 
-def is_served(teacher: str | None) -> bool:
-    """Whether --teacher is the URL of a server."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))
+def without_weights(teacher: str | None) -> str:
+    """Kind of a --teacher that is known by its log-probabilities only; "" for a model.
 
-
-def is_stored(teacher: str | None) -> bool:
-    """Whether --teacher is stored log-probabilities: in a directory of files, or in the rows."""
-    if teacher is None or is_served(teacher):
-        return False
+    `SERVED`: the URL of a server. `STORED`: a directory of files, or the rows have them.
+    """
+    if teacher is None or teacher.startswith(("http://", "https://")):
+        return SERVED if teacher else ""
     folder = Path(teacher).expanduser()
     if not folder.exists():
-        return teacher == COMPLETIONS
+        return STORED if teacher == COMPLETIONS else ""
     known = any((folder / name).exists() for name in ("config.json", "teacher.json"))
-    return not known and any(map(any, (folder.glob("*.safetensors"), folder.glob("*.parquet"))))
-
-
-def has_no_weights(teacher: str | None) -> bool:
-    """Whether --teacher is known by its log-probabilities only."""
-    return is_served(teacher) or is_stored(teacher)
+    files = any(map(any, (folder.glob("*.safetensors"), folder.glob("*.parquet"))))
+    return STORED if files and not known else ""
 
 
 def check_place(option: str, name: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastkd._core.extras import MissingExtra
 from fastkd.distributed import world_size
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.launcher import first, launched, rank
+from fastkd.train.launcher import launched, rank
 
 Result = TypeVar("Result")
 
@@ -51,7 +51,7 @@ def on_first_process(work: Callable[[], Result]) -> Result:
     if world_size() == 1:
         return work()
     outcome: list[Any] = [None, None]
-    if first():
+    if rank() == 0:
         try:
             outcome[0] = work()
         except SHARED_ERRORS as error:
@@ -101,7 +101,7 @@ def first_to_fail() -> bool:
     if not dist.is_initialized():
         # No shared counter exists yet. The first process reports an error that all processes have;
         # the others wait, since the launcher ends all processes as soon as one of them exits.
-        if not first():
+        if rank() > 0:
             time.sleep(GRACE_SECONDS + rank())
         return True
     try:

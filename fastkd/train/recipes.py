@@ -43,15 +43,17 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Mapping[str,
     recipe, given = recipe_of(config), frozenset(given)
     if not recipe:
         return {}
-    pairs = config.text_pair_column if config.glue is None else config.glue.hub.pair
-    tables = [recipe["training"], recipe.get("tasks", {}).get(config.glue_name, {})]
+    tables, pairs = [recipe["training"]], config.text_pair_column
+    if config.glue is not None:
+        tables.append(recipe.get("tasks", {}).get(config.glue.name, {}))
+        pairs = config.glue.hub.pair
     if pairs is None:
         tables.append(recipe.get("single_text", {}))
     if config.teacher_cache is None and given.isdisjoint(MAKES):
         tables.append(recipe["student"])
     if config.finetune_teacher:
         tables.append(recipe.get("teacher", {}))
-    keys = file_keys(config)
+    keys = file_keys(type(config))
     found = {keys[key]: entry for table in tables for key, entry in table.items()}
     if "warmup_epochs" in recipe:
         warmup, epochs = recipe["warmup_epochs"], found["num_train_epochs"]["value"]
@@ -72,7 +74,7 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
     recipe = recipe_of(config)
     if not recipe:
         return {}
-    options, values = options_of(config), as_json(config)
+    options, values = options_of(type(config)), as_json(config)
     found: dict[str, Any] = {"paper": recipe["title"], "set": {}, "given": {}, "open": {}}
     entries = entries_of(config, ["num_train_epochs"])
     if config.training_steps is not None:

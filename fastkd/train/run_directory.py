@@ -6,7 +6,6 @@ unfinished/   a run in progress, described by its manifest; --resume continues i
 """
 
 import contextlib
-import json
 import secrets
 import shutil
 from collections.abc import Callable
@@ -14,20 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from fastkd.distill.cache import TeacherCache
 from fastkd.distill.trainer import METHOD_FILE
 from fastkd.distributed import world_size
-from fastkd.integrations._rows import RowSource
 from fastkd.train import processes, saving
-from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
+from fastkd.train.arrow_rows import fingerprint_of
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError
-from fastkd.train.models import STUDENT
 from fastkd.train.options import as_json
-from fastkd.train.progress import Display
 from fastkd.train.scoring import Run
 from fastkd.train.tasks.base import Corpus
 
@@ -56,7 +48,7 @@ class Checkpoints:
         shutil.rmtree(self.directory / NEW, ignore_errors=True)
         for path in self._all():
             why = saving.find_damage(path)
-            if why is None and saving.read_manifest(path).get("run") != self.run:
+            if why is None and saving.read_json(path / saving.MANIFEST).get("run") != self.run:
                 why = "it belongs to another run"
             if why is None and not (path / METHOD_FILE).exists():
                 why = "an older fastkd wrote it"
@@ -100,21 +92,19 @@ class RunDirectory:
         InputError: --out has content that --resume cannot continue or --overwrite may not replace.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, say: Callable[[str], object]):
         self.path, self.resume, self.overwrite = config.out, config.resume, config.overwrite
         #: Options on which the result depends.
         self.saved = as_json(config)
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
-        #: Directory to which files in `work` were moved that fastkd did not write.
-        self.kept: Path | None = None
         # A killed run may have left directory moves unfinished.
         for name in RESULTS:
             for parent in (self.path, self.work):
                 saving.recover_directory(parent / name)
         manifest, result = _run_manifest(self.work), _run_manifest(self.path / "student")
         if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
-            self.finish()
+            self.finish(say)
         #: The manifest of the run, part of each of its reports and checkpoints; empty before it.
         self.manifest = self._read_manifest()
         #: The report of the complete run that --resume finds; empty if there is one to continue.
@@ -123,7 +113,7 @@ class RunDirectory:
             self.done = {} if self.manifest else _run_manifest(self.path / "student")
             self._check_settings()
         else:
-            self._refuse_or_clear()
+            self._refuse_or_clear(say)
         #: Number of processes the run was started with, each with --batch-size rows of a step.
         self.processes = self.manifest.get("processes", 1) if self.manifest else world_size()
 
@@ -172,7 +162,7 @@ class RunDirectory:
                 "pass --overwrite to train it again"
             )
 
-    def _refuse_or_clear(self) -> None:
+    def _refuse_or_clear(self, say: Callable[[str], object]) -> None:
         """Without --resume: raise if results would be lost; with --overwrite remove old work."""
         if self.manifest and not self.overwrite:
             raise InputError(
@@ -195,7 +185,7 @@ class RunDirectory:
                     "move it away, or give another --out"
                 )
         if self.manifest:
-            self._clear()
+            self._clear(say)
             self.manifest = {}
 
     def begin(self, inputs: dict[str, Any], method: str = "") -> None:
@@ -253,26 +243,21 @@ class RunDirectory:
                 f"and the disk has {size_text(free)} left"
             )
 
-    def report_moved_files(self, display: Display) -> None:
-        """Print where files were moved that fastkd did not write."""
-        if self.kept is not None:
-            display.say(f"{self.kept}: files that fastkd did not write, or that have changed")
-            self.kept = None
-
-    def finish(self) -> None:
+    def finish(self, say: Callable[[str], object]) -> None:
         """Move the results to --out and remove the rest; may be interrupted and repeated."""
         for name in RESULTS:
             if (self.work / name).exists():
                 saving.move_directory(self.work / name, self.path / name)
-        self._clear()
+        self._clear(say)
 
-    def _clear(self) -> None:
+    def _clear(self, say: Callable[[str], object]) -> None:
         """Remove the run's files from `work`, the manifest last."""
         for name in RESULTS:
             shutil.rmtree(saving.staging_of(self.work / name), ignore_errors=True)
             saving.discard(self.work / name)
             Checkpoints(self.work / CHECKPOINTS[name]).clear()
-        self.kept = saving.discard(self.work) or self.kept
+        if (kept := saving.discard(self.work)) is not None:
+            say(f"{kept}: files that fastkd did not write, or that have changed")
 
 
 @dataclass(frozen=True)
@@ -289,7 +274,7 @@ def size_text(count: int) -> str:
 
 def _run_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a run of `fastkd distill` in ``directory``; empty if there is none."""
-    found = saving.read_manifest(directory)
+    found = saving.read_json(directory / saving.MANIFEST)
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else {}
 
@@ -297,7 +282,7 @@ def _run_manifest(directory: Path) -> dict[str, Any]:
 def is_complete(directory: Path) -> bool:
     """Whether ``directory`` holds a complete, intact model."""
     return (
-        bool(saving.read_manifest(directory).get("complete"))
+        bool(saving.read_json(directory / saving.MANIFEST).get("complete"))
         and saving.find_damage(directory) is None
     )
 
@@ -311,20 +296,3 @@ def rows_of(corpus: Corpus) -> dict[str, Any]:
         "unlabelled rows": corpus.unlabelled,
     }
     return {name: rows for name, rows in sets.items() if rows is not None}
-
-
-def fingerprint_of(value: Any) -> str:
-    """Fingerprint of rows (texts and labels, whatever their source), models or a tokenizer."""
-    if isinstance(value, Rows):
-        return fingerprint(repr(row).encode() for row in value.contents())
-    if isinstance(value, list):
-        return fingerprint(fingerprint_of(part).encode() for part in value)
-    if isinstance(value, TeacherCache):
-        student = saving.read_manifest(value.path / STUDENT).get("files")
-        return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
-    if isinstance(value, RowSource):
-        return fingerprint([json.dumps(value.configuration()).encode()])
-    if isinstance(value, nn.Module):
-        weights = (x.detach().cpu().contiguous() for x in value.state_dict().values())
-        return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)
-    return tokenizer_fingerprint(value)

@@ -30,6 +30,10 @@ filelock: Any = require("filelock", "train")
 
 MANIFEST = "fastkd.json"
 LOCK = ".fastkd.lock"
+# Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
+STUDENT = "student"
+# Directory in such a cache: the teacher's tokenizer, if it isn't the student's.
+TEACHERS_TOKENIZER = "tokenizer"
 # Name of an old directory while a new one takes its place.
 BACKUP = ".{}.old"
 
@@ -111,24 +115,24 @@ def discard(directory: Path) -> Path | None:
     return kept
 
 
-def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of a complete directory, after syncing its files to the disk."""
-    files = {name: _digest(directory / name) for name in _files(directory)}
+def write_manifest(
+    directory: Path, content: dict[str, Any], written: Iterable[str] | None = None
+) -> None:
+    """Write the manifest of a complete directory, after syncing its files to the disk.
+
+    ``written`` names new or changed files of a directory that has a manifest; default: all files.
+    """
+    files = {} if written is None else read_json(directory / MANIFEST)["files"]
+    for name in _files(directory) if written is None else written:
+        files[name] = _digest(directory / name)
     for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
         sync_names(folder)
     write_json(directory / MANIFEST, {**content, "files": files})
 
 
-def update_manifest(directory: Path, content: dict[str, Any], *written: str) -> None:
-    """Replace the content of the manifest; ``written`` names new or changed files."""
-    files = read_manifest(directory)["files"]
-    files.update({name: _digest(directory / name) for name in written})
-    write_json(directory / MANIFEST, {**content, "files": files})
-
-
 def find_damage(directory: Path) -> str | None:
     """The first problem of a directory against its manifest; None if it is intact."""
-    files = read_manifest(directory).get("files")
+    files = read_json(directory / MANIFEST).get("files")
     if not isinstance(files, dict):
         there = (directory / MANIFEST).exists()
         return f"{MANIFEST} is damaged" if there else f"it has no {MANIFEST}, so it is incomplete"
@@ -154,7 +158,7 @@ def _listed(directory: Path) -> dict[str, str | None]:
 
     Paths outside the directory (``..``, absolute, links) are left out, and the manifest itself.
     """
-    files = read_manifest(directory).get("files")
+    files = read_json(directory / MANIFEST).get("files")
     if not isinstance(files, dict):
         return {}
     home = directory.resolve()
@@ -265,17 +269,12 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None if it is missing or cut off."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, such as a manifest; empty if it is missing or unreadable."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of ``directory``; empty if it is missing or unreadable."""
-    found = read_json(directory / MANIFEST)
+        return {}
     return found if isinstance(found, dict) else {}
 
 

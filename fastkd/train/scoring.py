@@ -97,7 +97,8 @@ def predict(
     order, parts, size = examples.by_length, list[Any](), 2 * computation.own_rows
     ranks, collate = world_size(), task.collator(tokenizer)
     together = ranks > 1 and sharding.sharded(model)
-    number, batches = examples.shared(collate, size, computation.device)
+    number = len(range(processes.rank() * size, len(order), ranks * size))
+    batches = examples.batches(collate, size, order, shared=True, device=computation.device)
     if display is not None:
         batches = counted(batches, display, f"{len(order)} rows", number)
     try:

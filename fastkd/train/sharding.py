@@ -97,7 +97,7 @@ def whole(model: Any) -> Any:
         value = _gathered(p)
         if value is not None:
             parameters[id(place)] = nn.Parameter(value, p.requires_grad)
-    if not processes.first():
+    if processes.rank() > 0:
         return None
     full = copy.deepcopy(empty, parameters)
     for mine, its in zip(full.buffers(), model.buffers(), strict=True):
@@ -170,7 +170,7 @@ def _part(x: Any, like: Any) -> Any:
 
 def _gathered(x: Tensor) -> Tensor | None:
     full = x.full_tensor() if isinstance(x, DTensor) else x
-    return full.detach().cpu() if processes.first() else None
+    return full.detach().cpu() if processes.rank() == 0 else None
 
 
 def _let_go(model: nn.Module) -> None:

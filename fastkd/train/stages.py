@@ -30,12 +30,12 @@ from fastkd.train import data, distillation, processes, tasks
 from fastkd.train.config import OF_ALL_STAGES, STAGES, Config, option_values
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.loading import finished_task
-from fastkd.train.models import STUDENT, check_depth, load
+from fastkd.train.models import check_depth, load
 from fastkd.train.options import check_name, check_tables, errors_with_file_keys, read_options_file
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
 from fastkd.train.run_directory import RESULTS
-from fastkd.train.saving import read_manifest
+from fastkd.train.saving import MANIFEST, STUDENT, read_json
 
 LAST = "student"
 
@@ -228,7 +228,7 @@ def run_stage(
     sources += [] if stage.assistant is None else [stage.assistant.out / "student"]
     if sources:
         follows = processes.on_first_process(
-            lambda: ",".join(str(read_manifest(path).get("run")) for path in sources)
+            lambda: ",".join(str(read_json(path / MANIFEST).get("run")) for path in sources)
         )
         config = dataclasses.replace(config, follows=follows)
         if config.resume and processes.on_first_process(lambda: _began_with_other_student(config)):
@@ -238,8 +238,8 @@ def run_stage(
 
 def _began_with_other_student(config: Config) -> bool:
     """Whether the run in --out, finished or not, started from another student."""
-    places = (config.out / "unfinished", config.out / "student")
-    manifests = [manifest for manifest in map(read_manifest, places) if manifest]
+    places = (config.out / name / MANIFEST for name in ("unfinished", "student"))
+    manifests = [manifest for manifest in map(read_json, places) if manifest]
     return any(m.get("settings", {}).get("follows") != config.follows for m in manifests)
 
 

@@ -18,7 +18,7 @@ from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.models import load_trained, longest
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
-from fastkd.train.saving import read_manifest
+from fastkd.train.saving import MANIFEST, read_json
 from fastkd.train.scoring import finite, predict
 from fastkd.train.tasks.base import Task
 
@@ -36,7 +36,7 @@ class TrainingRecord:
 
 def read_training_record(model: Path) -> TrainingRecord | None:
     """The training record of a model that fastkd trained."""
-    settings = read_manifest(model).get("settings")
+    settings = read_json(model / MANIFEST).get("settings")
     if not isinstance(settings, dict):
         return None
     names = ("text_column", "text_pair_column", "label_column", "task", "data")

@@ -135,7 +135,7 @@ def commands(folder: Path, lines: dict[str, list[str]], late: float = 0.0) -> No
     """
     *most, (_, last) = lines.items()
     results = {}
-    if late and not processes.first():
+    if late and processes.rank() > 0:
         processes.on_first_process = slow_to_go_on(processes.on_first_process, late)
     for name, words in most:
         results[name] = result_of(words)
@@ -143,7 +143,7 @@ def commands(folder: Path, lines: dict[str, list[str]], late: float = 0.0) -> No
             print(name, *results[name], file=sys.stderr, flush=True)
         if dist.is_initialized():
             dist.barrier()
-            if processes.first():
+            if processes.rank() == 0:
                 dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
             dist.barrier()
     (folder / f"{processes.rank()}.json").write_text(json.dumps(results))

@@ -68,8 +68,8 @@ def runs(tiny, tmp_path_factory):
 def opened(tiny, tmp_path):
     """`RunDirectory` of the same options in Python."""
 
-    def opened(out=tmp_path / "out", **options):
-        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))))
+    def opened(out=tmp_path / "out", say=print, **options):
+        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))), say)
 
     return opened
 
@@ -245,14 +245,15 @@ def test_files_put_into_an_unfinished_run_stay(opened, runs, tmp_path, flag):
     work = shutil.copytree(runs / "stopped", out) / "unfinished"
     for i, folder in enumerate(folders):
         (work / folder / "notes.txt").write_text(f"mine {i}")
-    begun = opened(**RUN, **{flag: True})
+    said, kept = [], out / "unfinished-2"
+    begun = opened(**RUN, say=said.append, **{flag: True})
     if flag == "resume":
-        begun.finish()
-    assert begun.kept == out / "unfinished-2" and not work.exists()
+        begun.finish(said.append)
+    assert said[-1].startswith(f"{kept}: files that") and not work.exists()
     found = sorted(path.read_text() for path in out.rglob("notes.txt"))
     assert found == [f"mine {i}" for i in range(4)]
     # The student is the result, with what was put there.
-    assert len([*begun.kept.rglob("notes.txt")]) == 4 - (flag == "resume")
+    assert len([*kept.rglob("notes.txt")]) == 4 - (flag == "resume")
 
 
 def test_the_lock_is_not_its_file(distill, tmp_path):
@@ -321,7 +322,7 @@ def cut_off(path):
 def older(path):
     """As they were when the teacher's trainer was another."""
     (path / "method.pt").unlink()
-    saving.write_manifest(path, saving.read_manifest(path))
+    saving.write_manifest(path, saving.read_json(path / saving.MANIFEST))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs, tmp_path):
@@ -339,7 +340,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
         assert visible(place) == ["checkpoint-5", "checkpoint-7"]
         (place / "checkpoint-mine").mkdir()
         state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "method.pt", "trainer_state.json"}
-        assert state <= {*saving.read_manifest(place / "checkpoint-7")["files"]}
+        assert state <= {*saving.read_json(place / "checkpoint-7" / saving.MANIFEST)["files"]}
         harm(place / "checkpoint-7")
         checkpoints = Checkpoints(place, json.loads((work / MANIFEST).read_text())["run"])
         assert checkpoints.newest(said.append) == place / f"checkpoint-{used}"

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastkd.cli import display
-from fastkd.cli.display import BestEffortStream, RichDisplay, new_console, say
+from fastkd.cli.display import BestEffortStream, RichDisplay, new_display
 from fastkd.cli.distill_command import show
 from fastkd.cli.main import app
 from fastkd.train.card import write_card
@@ -99,17 +99,17 @@ def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
     for number in (errno.ENOSPC, errno.EPIPE):
         monkeypatch.setattr(sys, "stdout", Stream(number))
         told = pytest.raises(RunFailed, match="the output can't be written: No space left")
-        with told if number == errno.ENOSPC else contextlib.nullcontext(), new_console() as console:
-            say(console, "labels")
+        with told if number == errno.ENOSPC else contextlib.nullcontext(), new_display() as shown:
+            shown.say("labels")
     monkeypatch.setattr(sys, "stdout", None)  # closed
-    with new_console() as console:
-        say(console, "labels")
+    with new_display() as shown:
+        shown.say("labels")
     for encoding in ("ascii", "koi8-r"):
         stream = Stream(encoding=encoding)
         monkeypatch.setattr(sys, "stdout", stream)
-        with new_console() as console:
-            say(console, "größer")
-            say(console, "kleiner")
+        with new_display() as shown:
+            shown.say("größer")
+            shown.say("kleiner")
         assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
 
 
@@ -136,7 +136,7 @@ def report_with(**changes):
 def printed(path, **changes):
     """What the command prints of a report, and its card."""
     file, report = io.StringIO(), report_with(**changes)
-    show(report, path, Console(file=file, width=120))
+    show(report, path, RichDisplay(Console(file=file, width=120)))
     write_card(path, report)
     return file.getvalue(), (path / "README.md").read_text()
 

@@ -29,6 +29,8 @@ NAMES = tuple(
 )
 # Task without --task, unless the file or the model belongs to one task only.
 DEFAULT_TASK = "classification"
+# Values of --task that do not name a kind of task.
+NO_KIND = (None, *GLUE_TASKS)
 # For the help of --task.
 KINDS = (
     f"{DEFAULT_TASK} (default), {', '.join(name for name in NAMES if name != DEFAULT_TASK)}, or "
@@ -46,22 +48,17 @@ def check(name: str | None, metric: str | None = None) -> None:
         raise InputError(f"--task {name!r} is not an option; {nearest(name, known)}")
     if metric is None:
         return
-    kind = kind_of(name)
-    kinds = map(named, NAMES) if kind is None else [named(kind)]
+    kinds = map(named, NAMES) if name in NO_KIND else [named(name)]
     metrics = dict.fromkeys(x for one in kinds for x in one.metrics)
     if metric not in metrics:
         raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, metrics)}")
 
 
-def kind_of(name: str | None) -> str | None:
-    """``name`` of --task, None for a GLUE task."""
-    return None if name in GLUE_TASKS else name
-
-
 def named(name: str | None) -> "type[Task]":
     """The class of the task ``name``, or of a user's package.module:Class."""
-    if name is None or ":" not in name:
-        module = (name or DEFAULT_TASK).replace("-", "_")
+    name = DEFAULT_TASK if name is None or name in GLUE_TASKS else name
+    if ":" not in name:
+        module = name.replace("-", "_")
         return importlib.import_module(f"{__name__}.{module}").TASK
     if "" not in sys.path:
         sys.path.append("")  # the console script, unlike python -m, does not have it
@@ -80,12 +77,12 @@ def named(name: str | None) -> "type[Task]":
 def of_file(name: str | None, path: Path | None) -> "type[Task]":
     """The task of --task ``name``; without a kind the only task that reads such a file, or the
     default."""
-    kind, ending = kind_of(name), "" if path is None else files.kind_of(path)
-    if kind is None and ending and ending not in files.READERS:
+    ending = "" if path is None else files.kind_of(path)
+    if name in NO_KIND and ending and ending not in files.READERS:
         for task in map(named, NAMES):
             if ending in task.readers:
                 return task
-    return named(kind)
+    return named(name)
 
 
 def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "type[Task]":
@@ -94,6 +91,7 @@ def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "t
     ``trained`` was read from the folder of the model, called ``who``. It must be the name of a task
     of fastkd: a user's class is code, which only the command line may name.
     """
+    name = None if name in NO_KIND else name
     if name is None and trained is not None and trained not in NAMES:
         raise InputError(
             f"{who}: it was trained with --task {trained!r}, which is not a task of fastkd; "

@@ -85,7 +85,13 @@ class Classification(base.ClassTask):
             if given.labels != "classes":
                 train, _ = split_unlabelled(train)
                 train.map_labels(_check_present)
-            names = _names_of(train, distributions, given.head or ())
+            found = {name for name in train.raw_labels[0] if read_distribution(name) is None}
+            found.update(*(one for one in distributions if isinstance(one, dict)))
+            size = max((len(one) for one in distributions if isinstance(one, list)), default=0)
+            names = in_order(found)
+            if size and not names:  # lists alone: numbers, or the names of a head
+                head = list(given.head or ())
+                names = head if len(head) == size else [str(i) for i in range(size)]
         data, names = names, with_classes_of(names, given.head or ())
         if len(names) < 2:
             raise InputError(
@@ -234,16 +240,6 @@ class Classification(base.ClassTask):
 
 
 TASK = Classification
-
-
-def _names_of(train: Rows, distributions: Sequence[Any], head: Sequence[str]) -> list[str]:
-    """The classes that the labels name; numbers where distributions are lists alone."""
-    names = {name for name in train.raw_labels[0] if read_distribution(name) is None}
-    names.update(*(found for found in distributions if isinstance(found, dict)))
-    size = max((len(found) for found in distributions if isinstance(found, list)), default=0)
-    if names or not size:
-        return in_order(names)
-    return list(head) if len(head) == size else [str(i) for i in range(size)]
 
 
 def _check_present(label: str) -> None:
