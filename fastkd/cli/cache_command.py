@@ -22,7 +22,7 @@ from fastkd.integrations.top_k_files import rows_of
 from fastkd.integrations.top_k_files import write as write_rows
 from fastkd.train import processes
 from fastkd.train.arrow_rows import fingerprint_of
-from fastkd.train.assembling import Models, assemble, load_teacher, select
+from fastkd.train.assembling import Models, assemble, select
 from fastkd.train.config import AUTO, Config
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.fitting import save_model
@@ -100,11 +100,12 @@ def begin(config: Config, display: Display) -> tuple[Run, Models]:
         make_method(config.method, config.options, config.preset)
     data = load_data(config, display)
     config = settled_method(config, data, display)
-    teacher = load_teacher(config, data)
-    selected = select(config, data, teacher, display)
-    models = assemble(config, data, display, teacher, selected)
+    models = assemble(config, data, display)
+    if selected := select(config, data, models, display):
+        models = assemble(config, data, Display(), models.teacher, selected)
     run = Run(config, computation, data, encode(config, data, models.max_length), display)
-    say_match(data, run.sets.train, display)
+    if data.match is not None:
+        say_match(data.match, run.sets.train, display)
     return run, models
 
 

@@ -7,12 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from fastkd.train.errors import InputError, RunFailed
@@ -141,7 +148,8 @@ class RichDisplay(Display):
                 self.say(f"--log-json: {error.strerror}; the run goes on without it")
 
     def track(self, title: str, first: int, total: int) -> Track:
-        return RichTrack(self, title, first, total)
+        task = self.progress.add_task(title, total=total, completed=first, terms="")
+        return RichTrack(self, title, first, total, task)
 
     def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:
         """See `Display.shared`; processes can't share a terminal's bars."""
@@ -155,13 +163,18 @@ def _worker_display() -> Iterator[Display]:
         yield display
 
 
+@dataclass
 class RichTrack(Track):
     """Progress bar of a training; in a log file a line every few seconds."""
 
-    def __init__(self, display: RichDisplay, title: str, first: int, total: int):
-        self.display, self.title, self.first, self.total = display, title, first, total
-        self.task = display.progress.add_task(title, total=total, completed=first, terms="")
-        self.started = self.printed_at = time.perf_counter()
+    display: RichDisplay
+    title: str
+    first: int
+    total: int
+    task: TaskID
+    started: float = field(default_factory=time.perf_counter)
+    #: When the last line was printed; seconds since the start.
+    printed: float = 0.0
 
     def advance(self, step: int, losses: Mapping[str, float] | None = None, note: str = "") -> None:
         self.display.progress.update(self.task, completed=step)
@@ -181,8 +194,8 @@ class RichTrack(Track):
         )
         terms = "  ".join(filter(None, (format_scores(losses), note)))
         self.display.progress.update(self.task, terms=terms)
-        if not self.display.console.is_terminal and now - self.printed_at >= LINE_EVERY:
-            self.printed_at = now
+        if not self.display.console.is_terminal and now - self.started - self.printed >= LINE_EVERY:
+            self.printed = now - self.started
             parts = (self.title, f"step {step}/{self.total}", terms, f"{rate:.3g} steps/s")
             self.display.say("  ".join((*filter(None, parts), f"{clock(left)} left")))
 

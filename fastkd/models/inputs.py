@@ -156,9 +156,16 @@ def _find_blocks(name: str, inner: nn.Module, root: nn.Module, count: int) -> nn
         inside = any(path.startswith(f"{other}.") for other in found)
         if isinstance(module, nn.ModuleList) and len(module) == count and not inside:
             found[path] = module
-    kinds = _kinds_of_layers(root)
+    # Classes whose outputs transformers records as hidden states, if the model names them.
+    kinds: list[Any] = []
+    for module in root.modules():
+        recorded: Any = getattr(module, "_can_record_outputs", None) or {}
+        shown = recorded.get("hidden_states")
+        for each in shown if isinstance(shown, (list, tuple)) else [shown]:
+            kinds.append(getattr(each, "target_class", each))
+    recorded_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
     for rule in (
-        lambda block: isinstance(block, kinds),
+        lambda block: isinstance(block, recorded_kinds),
         lambda block: any("Attention" in type(part).__name__ for part in block.modules()),
     ):
         ruled = {path: each for path, each in found.items() if any(map(rule, each))}
@@ -173,18 +180,6 @@ def _find_blocks(name: str, inner: nn.Module, root: nn.Module, count: int) -> nn
         f"{name} has several lists of {count} modules that may be its blocks "
         f"({', '.join(lists)}); say which, with fastkd.distill.Blocks(model, {lists[0]!r}, ...)"
     )
-
-
-def _kinds_of_layers(root: nn.Module) -> tuple[type, ...]:
-    """Classes whose outputs transformers records as hidden states, if the model names them."""
-    kinds: set[type] = set()
-    for module in root.modules():
-        recorded: Any = getattr(module, "_can_record_outputs", None) or {}
-        shown = recorded.get("hidden_states")
-        for each in shown if isinstance(shown, (list, tuple)) else [shown]:
-            kind = getattr(each, "target_class", each)
-            kinds.update([kind] if isinstance(kind, type) else [])
-    return tuple(kinds)
 
 
 def rows_of(head: nn.Module) -> int | None:

@@ -8,6 +8,7 @@ file is written once, by the first of several processes, while the others wait f
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import random
 import tempfile
@@ -173,7 +174,7 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def fingerprint_of(value: Any) -> str:
-    """Fingerprint of a file or folder, of rows (texts and labels), of models or a tokenizer."""
+    """Fingerprint of a file or folder, rows (texts and labels), models, a tokenizer or a class."""
     if isinstance(value, Path):
         if value.is_dir():
             inside = sorted(part for part in value.rglob("*") if part.is_file())
@@ -183,6 +184,8 @@ def fingerprint_of(value: Any) -> str:
             return fingerprint(iter(lambda: file.read(2**20), b""))
     if isinstance(value, Rows):
         return fingerprint(repr(row).encode() for row in value.contents())
+    if isinstance(value, type):  # its source files, those of its bases included
+        value = [*dict.fromkeys(Path(inspect.getfile(x)) for x in value.__mro__ if x is not object)]
     if isinstance(value, list):
         return fingerprint(fingerprint_of(part).encode() for part in value)
     if isinstance(value, TeacherCache):

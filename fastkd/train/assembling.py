@@ -27,7 +27,7 @@ from fastkd.train.completions import stored_teacher
 from fastkd.train.config import SELECT, Config
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.labels import by_names
-from fastkd.train.loading import Data, cached_config, collator, fresh_head, training_encoder
+from fastkd.train.loading import Data, cached_config, collator, training_encoder
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import SERVED, without_weights
 from fastkd.train.progress import Display
@@ -80,7 +80,13 @@ def assemble(
     method compares them unless --set names others. Before the selection, uniform layers are used.
     """
     teacher = load_teacher(config, data) if teacher is None else teacher
-    length = teachers_length(config, data, teacher, display)
+    length, reads = data.max_length, data.teacher_tokenizer or data.tokenizer
+    one = model_of(teacher)
+    for live in teacher.live.values() if isinstance(teacher, ByRow) else filter(None, [one]):
+        fitting = models.fitting_length(data.max_length, reads, cast(Any, live), "teacher")
+        if fitting < length:
+            length = fitting
+            display.say(f"--max-length {length}: the teacher reads no more tokens")
     selected = selected or data.cached.get("selected")
     set_seed(config.seed)
     # Weights stay in float32: 16 bits would round steps away. --precision sets the arithmetic.
@@ -95,8 +101,8 @@ def assemble(
         student = lora.adapted(student, config.lora, data.task.head, config.student)
     method = _method(config, data, teacher, student, selected)
     # The tokenizer of language models whose heads are padded to unlike sizes.
-    tokenizer, one = None, model_of(teacher) is not None and data.teacher_tokenizer is None
-    if data.task.two_tokenizers == "spans" and one:
+    tokenizer, alike = None, one is not None and data.teacher_tokenizer is None
+    if data.task.two_tokenizers == "spans" and alike:
         same = student.config.vocab_size == teacher.config.vocab_size
         tokenizer = None if same else data.tokenizer
     try:
@@ -114,32 +120,17 @@ def assemble(
         raise InputError(message) from error
     if data.teacher_tokenizer is not None or config.unmatched != "renormalise":
         _check_tokens(config, data, method)
-    return Models(teacher, model_of(teacher), student, distiller, length, selected)
+    return Models(teacher, one, student, distiller, length, selected)
 
 
-def teachers_length(config: Config, data: Data, teacher: Any, display: Display) -> int:
-    """The maximum length, lowered to what the teachers read if it is the default."""
-    length, tokenizer = data.max_length, data.teacher_tokenizer or data.tokenizer
-    model = model_of(teacher)
-    for live in teacher.live.values() if isinstance(teacher, ByRow) else [model]:
-        if live is None:
-            continue
-        fitting = models.fitting_length(data.max_length, tokenizer, cast(Any, live), "teacher")
-        if fitting < length:
-            length = fitting
-            display.say(f"--max-length {length}: the teacher reads no more tokens")
-    return length
-
-
-def select(config: Config, data: Data, teacher: Any, display: Display) -> list[int] | None:
+def select(config: Config, data: Data, made: Models, display: Display) -> list[int] | None:
     """Teacher layers chosen by --teacher-layers select, on the first process; else None."""
     if config.teacher_layers != SELECT or data.cached:
         return None
-    length = teachers_length(config, data, teacher, Display())
-    rows = training_encoder(config, data, length)(data.corpus.train)
+    rows = training_encoder(config, data, made.max_length)(data.corpus.train)
     order = np.random.default_rng(config.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
     batches = rows.batches(collator(data), 32, order)
-    layers = processes.on_first_process(lambda: layers_of(config, teacher, batches))
+    layers = processes.on_first_process(lambda: layers_of(config, made.teacher, batches))
     display.say(f"teacher layers that differ most: {', '.join(map(str, layers))}")
     return layers
 
@@ -210,14 +201,15 @@ def load_teacher(config: Config, data: Data, tuned: Path | None = None) -> Any:
         return _served_teacher(config) if kind == SERVED else stored_teacher(config, data)
     name = str(tuned or config.teacher)
     read = data.teacher_tokenizer or data.tokenizer
-    return teacher_model(config, name, data.task, read, fresh_head(config))
+    return teacher_model(config, name, data.task, read)
 
 
-def teacher_model(
-    config: Config, name: str, task: Task, tokenizer: Any, fresh_head: bool = False
-) -> PreTrainedModel:
-    """The model ``name`` with a head for ``task``; a random head is an error without
-    ``fresh_head``."""
+def teacher_model(config: Config, name: str, task: Task, tokenizer: Any) -> PreTrainedModel:
+    """The model ``name`` with a head for ``task``.
+
+    Its head may be random before a fine-tuning, and in `fastkd verify`.
+    """
+    fresh_head = config.finetune_teacher or config.command == "verify"
     found = models.load("--teacher", name, AutoConfig, config.trust_remote_code)
     fitting = task.num_labels in (None, found.num_labels)
     models.fit_config(found, task, tokenizer)

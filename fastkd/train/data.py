@@ -6,7 +6,6 @@ the file and the row.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import random
 from collections import Counter
@@ -79,7 +78,7 @@ def _stored(
     kinds = {name: kind for name, kind in task.stored.items() if name not in missing}
     kinds |= {} if columns.teacher is None else {"teacher": TEXT}
     code = map(fingerprint_of, sorted(Path(__file__).parent.glob("*.py")))
-    parts = (*parts, repr((columns, every, classes)), *code_fingerprints(task), *code)
+    parts = (*parts, repr((columns, every, classes)), task.name(), fingerprint_of(task), *code)
     try:
         with writing(source):
             data = library.Dataset.from_generator(
@@ -415,12 +414,6 @@ def file_columns(
 FEW = 8  # with fewer rows, all tokens may be unknown
 
 
-def code_fingerprints(task: type[Task]) -> list[str]:
-    """The name of a task and the fingerprints of its source files, those of its bases included."""
-    files = dict.fromkeys(inspect.getfile(part) for part in task.__mro__ if part is not object)
-    return [task.name(), *(fingerprint_of(Path(file)) for file in files)]
-
-
 class Encoder:
     """Callable that encodes the rows of a task; results are cached on disk."""
 
@@ -442,7 +435,7 @@ class Encoder:
             self.parts.append(fingerprint_of(teachers))
         for module in ("transformers", "tokenizers"):
             self.parts.append(getattr(require(module, "train"), "__version__", ""))
-        self.parts += [repr(task), *by_row, *code_fingerprints(type(task))]
+        self.parts += [repr(task), *by_row, task.name(), fingerprint_of(type(task))]
 
     def __call__(self, rows: Rows) -> Encoded:
         data, task = rows.data, self.task

@@ -120,7 +120,8 @@ def begin(
         computation = Computation.of(config, out.processes)
         sets = encode(config, data, models.max_length)
         run = Training(config, computation, data, sets, display, out)
-        say_match(data, run.sets.train, display)
+        if data.match is not None:
+            say_match(data.match, run.sets.train, display)
         check_training(run, models)
     if config.preset == "paper":
         for line in recipes.lines(recipes.compared(config, models.distiller.method)):
@@ -131,7 +132,7 @@ def begin(
     teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
     processes.on_first_process(lambda: out.check_room(teacher, size))
     out.begin(_inputs(run, models, tuned), config.method)
-    counts = ", ".join(f"{number} {name} rows" for name, number in run.sets.counts().items())
+    counts = ", ".join(f"{number} {name} rows" for name, number in run.sets.counts.items())
     display.say(f"{counts}, device {computation.device.type}")
     if max(world_size(), out.processes) > 1:
         begun = f", as in the {out.processes} that began" if out.processes != world_size() else ""
@@ -264,7 +265,7 @@ def judge_teachers(
     judged = judge_teacher(run, models)
     by_teacher = judge_row_teachers(run, models) if data.row_teachers else {}
     if config.teacher_layers == SELECT:
-        selected = out.once("selected", lambda: select(config, data, models.teacher, display))
+        selected = out.once("selected", lambda: select(config, data, models, display))
         models = assemble(config, data, Display(), models.teacher, selected)
     outputs = None if cache is None else _cached(run, models, cache)
     if outputs is not None:
@@ -276,7 +277,7 @@ def judge_teachers(
     report = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
-        "rows": run.sets.counts(),
+        "rows": run.sets.counts,
         "layers": models.student.config.num_hidden_layers,
         "teacher_layers": initial,
         "task": data.task.name(),

@@ -72,16 +72,8 @@ class Sets:
     evals: dict[str, Encoded]
     tests: dict[str, Encoded]
     collate: Any
-
-    def counts(self) -> dict[str, int]:
-        """Number of rows of each kind that is present."""
-        counts = {
-            "train": len(self.train),
-            "eval": sum(map(len, self.evals.values())),
-            "test": sum(map(len, self.tests.values())),
-            "unlabelled": len(self.all) - len(self.train),
-        }
-        return {name: number for name, number in counts.items() if number}
+    #: Number of rows of each kind that is present.
+    counts: Mapping[str, int]
 
 
 def load_data(config: Config, display: Display) -> Data:
@@ -155,7 +147,7 @@ def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
     """``corpus`` with its classes in the order of the teachers' heads, and the model's fields."""
     order, remote = None, config.trust_remote_code
     for option, who, name in _teachers(config):
-        task, fresh = corpus.task, fresh_head(config)
+        task, fresh = corpus.task, bool(config.finetune_teacher) or config.command == "verify"
         model = models.load(option, name, AutoConfig, remote)
         fitting = task.num_labels in (None, model.num_labels)
         if config.teacher_cache is not None and not fitting:
@@ -174,11 +166,6 @@ def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
             )
         order = names
     return corpus
-
-
-def fresh_head(config: Config) -> bool:
-    """Whether the teacher may have a random head: before fine-tuning, and in `fastkd verify`."""
-    return bool(config.finetune_teacher) or config.command == "verify"
 
 
 def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -238,14 +225,18 @@ def encode(config: Config, data: Data, max_length: int) -> Sets:
     corpus, encoded = data.corpus, encoder(data, max_length)
     train = training_encoder(config, data, max_length)
     rows = train(corpus.train)
-    return Sets(
-        rows,
-        rows if corpus.unlabelled is None else rows.followed_by(train(corpus.unlabelled)),
-        rows if corpus.teacher_train is None else train(corpus.teacher_train),
-        {suffix: encoded(rows) for suffix, rows in corpus.evals.items()},
-        {suffix: encoded(rows) for suffix, rows in corpus.test.items()},
-        collator(data),
-    )
+    every = rows if corpus.unlabelled is None else rows.followed_by(train(corpus.unlabelled))
+    teacher = rows if corpus.teacher_train is None else train(corpus.teacher_train)
+    evals = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
+    tests = {suffix: encoded(rows) for suffix, rows in corpus.test.items()}
+    counts = {
+        "train": len(rows),
+        "eval": sum(map(len, evals.values())),
+        "test": sum(map(len, tests.values())),
+        "unlabelled": len(every) - len(rows),
+    }
+    counts = {name: number for name, number in counts.items() if number}
+    return Sets(rows, every, teacher, evals, tests, collator(data), counts)
 
 
 def training_encoder(config: Config, data: Data, max_length: int) -> Encoder:
@@ -299,13 +290,11 @@ class TwoTokenizerCollator:
         return batch
 
 
-def say_match(data: Data, train: Encoded, display: Display) -> None:
+def say_match(match: VocabularyMatch, train: Encoded, display: Display) -> None:
     """Print a line on the tokens that two vocabularies have in common."""
-    if data.match is None:
-        return
     rows = train.__getitems__(range(min(len(train), MATCH_ROWS)))
     ids = {side: [i for row in rows for i in row[name]] for side, name in TOKENS.items()}
     of_text = " and ".join(
-        f"{data.match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
+        f"{match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
     ).replace("%", " %")
-    display.say(f"{data.match!r}, {of_text} tokens in {len(rows)} training rows")
+    display.say(f"{match!r}, {of_text} tokens in {len(rows)} training rows")

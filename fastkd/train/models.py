@@ -216,8 +216,8 @@ def load_trained(
     model, fresh = load_weights("--model", name, remote_code, kind)
     if fresh:
         raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")
-    fit_padding(model.config, tokenizer)
     found = kind.of(model.config, report)
+    fit_config(model.config, found, tokenizer)
     if kind.generation is not None:
         found = replace(found, generation=Generation.of(report.get("settings")))
     return model, tokenizer, found
@@ -268,20 +268,16 @@ def check_depth(option: str, wanted: int, depth: int) -> None:
 
 
 def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
-    """Set the head of a task and the padding token in a model's configuration."""
+    """Set the head of a task and the padding token in a model's configuration.
+
+    Classifiers of decoders find the last token by the padding token. Other families keep an id that
+    is set: RoBERTa counts positions from it.
+    """
     if task.num_labels is not None:
         config.num_labels, config.problem_type = task.num_labels, task.problem
     if task.names is not None:
         config.id2label = dict(enumerate(task.names))
         config.label2id = {label: i for i, label in enumerate(task.names)}
-    fit_padding(config, tokenizer)
-
-
-def fit_padding(config: Any, tokenizer: Any) -> None:
-    """Set the padding token, by which classifiers of decoders find the last token.
-
-    Other families keep an id that is set: RoBERTa counts positions from it.
-    """
     if config.pad_token_id is None or (
         tokenizer.pad_token_id is not None
         and reads_last_token(config)
