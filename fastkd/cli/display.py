@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,11 +22,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
 
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.launcher import rank
-from fastkd.train.progress import Display, Track, clock, format_scores
+from fastkd.train.progress import Display, Track, clock, compared, format_scores
 
 # Seconds between two lines of a log file.
 LINE_EVERY = 10.0
@@ -96,8 +98,10 @@ def stderr_display() -> "RichDisplay":
 class RichDisplay(Display):
     """Lines and bars on a console; events in the file of --log-json."""
 
-    def __init__(self, console: Console, log_json: Path | None = None):
-        self.console, self.log_json = console, log_json
+    def __init__(self, console: Console):
+        self.console = console
+        #: File of the events: --log-json.
+        self.log_json: Path | None = None
         self.progress = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=16),
@@ -150,6 +154,45 @@ class RichDisplay(Display):
     def track(self, title: str, first: int, total: int) -> Track:
         task = self.progress.add_task(title, total=total, completed=first, terms="")
         return RichTrack(self, title, first, total, task)
+
+    def results(self, report: Mapping[str, Any], out: Path) -> None:
+        """Print the results of a run: teacher and best student."""
+        sets = {"": report, "test ": report.get("test", {})}
+        table = Table(box=box.SIMPLE_HEAD)
+        for heading in ("", "parameters", "MiB", "ms a batch"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for prefix, scores in sets.items():
+            for name in scores.get("student", {}):
+                table.add_column(prefix + name, justify="right")
+        for name in report["parameters"]:  # a server's teacher has none
+            milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
+            # A cache may have scored its teacher with other metrics than the student's.
+            scores = (
+                found.get(name, {}).get(k)
+                for found in sets.values()
+                for k in found.get("student", {})
+            )
+            table.add_row(
+                name,
+                f"{report['parameters'][name]:,}",
+                f"{report['bytes'][name] / 2**20:.1f}",
+                "" if math.isnan(milliseconds) else f"{milliseconds:.1f}",
+                *("" if x is None else f"{x:.4f}" for x in scores),
+            )
+        self.console.print(table)
+        seconds, best, batch = report["seconds"], report["best"], report["seconds_a_batch"]
+        sizes = report["parameters"]
+        if "teacher" in sizes:
+            said = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
+            if "teacher" in batch:
+                times = batch["teacher"] / batch["student"]
+                said = f"{compared(times, 'faster', 'slower', 'as fast')} and {said}"
+            self.say(f"the student is {said}")
+        self.say(
+            f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
+            f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
+            f"saved in {out / 'student'}",
+        )
 
     def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:
         """See `Display.shared`; processes can't share a terminal's bars."""

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
-from fastkd.cli.display import new_display
-from fastkd.train.config import check_inputs
+from fastkd.cli.display import RichDisplay, new_display
+from fastkd.train.config import Config, check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import (
     check_launcher,
@@ -77,7 +77,7 @@ COMMANDS = {
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """,
         "fastkd.train.config:Config",
-        "fastkd.cli.distill_command:run",
+        "fastkd.cli.main:distill",
         after_stop=", --resume continues the run",
     ),
     "evaluate": Command(
@@ -292,6 +292,22 @@ def options_for(name: str) -> dict[str, Option]:
     return {field: meta for field, meta in found.items() if shared or name in meta.commands}
 
 
+def distill(config: Config, display: RichDisplay) -> None:
+    """Run `fastkd distill`: a single run, or the stages of --stages."""
+    from fastkd.train import distillation, stages
+
+    display.log_json = None if rank() else config.log_json
+    if config.stages is None:
+        display.results(distillation.run_distillation(config, display), config.out)
+        return
+    ordered = stages.read(config)
+    stages.check(config, ordered)
+    for stage in ordered:
+        display.say(f"stage {stage.number} of {len(ordered)}: {stage.name}")
+        display.results(stages.run_stage(stage, display), stage.out)
+    display.say(f"the student of the last stage: {stages.link(ordered)}")
+
+
 def _parameter(field: str, meta: Option, first: bool) -> inspect.Parameter:
     """The typer parameter of an option."""
     kind, default = meta.kind, meta.default
@@ -317,11 +333,13 @@ def _register(name: str, meta: Command) -> None:
 
     @functools.cache
     def build() -> Any:
+        options = options_for(name)
+
         @errors_as_sentences(meta.after_stop)
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
             given, cls = {}, resolve_name(meta.options)
-            for field, option in options_for(name).items():
+            for field, option in options.items():
                 if context.get_parameter_source(field).name == "DEFAULT":
                     continue
                 value = values[field]
@@ -349,8 +367,7 @@ def _register(name: str, meta: Command) -> None:
 
         few = FIRST if name == "distill" else ()
         parameters = [
-            _parameter(field, option, first=field in few)
-            for field, option in options_for(name).items()
+            _parameter(field, option, first=field in few) for field, option in options.items()
         ]
         # The help lists required options first, then those that people need first.
         parameters.sort(key=lambda p: (p.default is not p.empty, few and p.name not in few))

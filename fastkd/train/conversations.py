@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.files import Columns, field, holds_text, text_of, whole
+from fastkd.train.files import Columns, field, holds_text, text_of
 
 MESSAGES, CONVERSATIONS = "messages", "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
@@ -179,7 +179,7 @@ def _message(message: Any, number: int, name: str | None, where: str) -> Message
     for key in ("role", "content"):
         if not isinstance(kept.get(key), str):
             raise InputError(f"{whose} has no text {key!r} but {kept.get(key)!r:.40}")
-        whole(kept[key], name, where)
+        field({name: kept[key]}, name, where)  # its characters
     return kept
 
 

@@ -1,13 +1,15 @@
-"""`fastkd distill`: check everything, fine-tune the teacher, train the student."""
+"""`fastkd distill`: check everything, fine-tune the teacher, train the student, report."""
 
 import contextlib
 import dataclasses
 import functools
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -25,19 +27,19 @@ from fastkd.models.hooks import offload
 from fastkd.models.student import SCHEMES
 from fastkd.train import data as rows_of_source
 from fastkd.train import lora, processes, recipes, sharding, tasks
-from fastkd.train.arguments import settled, steps_of
 from fastkd.train.arrow_rows import fingerprint, fingerprint_of
 from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
-from fastkd.train.card import CARD, write_card
 from fastkd.train.config import AUTO, SELECT, Config
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.fitting import fit, load_best, servers_of
+from fastkd.train.files import names_of
+from fastkd.train.fitting import fit, load_best, servers_of, settled, steps_of
 from fastkd.train.generation import Generation
+from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.loading import Data, encode, load_data, say_match, settled_method
 from fastkd.train.models import be_quiet, make_method
 from fastkd.train.options import set_flags
 from fastkd.train.processes import Computation
-from fastkd.train.progress import Display, clock, format_scores
+from fastkd.train.progress import Display, clock, compared, format_scores
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
@@ -52,6 +54,9 @@ from fastkd.train.scoring import Judged, Run, judge, rows_by_teacher, seconds_a_
 from fastkd.train.tasks.base import reorder_classes
 
 filelock: Any = require("filelock", "train")
+# The student's model card and its template.
+CARD = "README.md"
+CARD_TEXT = Path(__file__).with_name("card.md.jinja")
 #: Measurements of a run's teacher and best student, by name.
 Measure = Callable[[Run, Any, Any, Judged], dict[str, Any]]
 
@@ -262,7 +267,18 @@ def judge_teachers(
     config, data, out, display = run.config, run.data, run.out, run.display
     if config.shard:
         sharding.shard_distiller(models.distiller, run.computation.device)
-    judged = judge_teacher(run, models)
+    judged = Judged()
+    if models.teacher_model is not None:
+        judged = judge(run, models.teacher_model, who="teacher", teacher=True)
+    elif data.cached:  # its scores, if they are of the same rows; a server has none
+        prints, before = data.cached["fingerprints"], data.cached["settings"]
+        same = prints.get(EVAL_ROWS) == out.manifest["fingerprints"][EVAL_ROWS]
+        same = same and before.get("max_length") == models.max_length
+        same = same and before.get("precision") == config.precision
+        # `fastkd cache` scores greedy text.
+        if same and data.task.generation in (None, Generation(seed=config.seed)):
+            judged = Judged(data.cached["teacher"])
+    _report_teacher(run, judged, f"--teacher {config.teacher}", "teacher")
     by_teacher = judge_row_teachers(run, models) if data.row_teachers else {}
     if config.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(config, data, models, display))
@@ -312,23 +328,6 @@ def _cached(run: Training, models: Models, folder: Path) -> TeacherCache | None:
     batches = rows.batches(run.sets.collate, 32, rows.by_length, device=device)
     with filelock.FileLock(path.with_suffix(".lock")), run.computation.autocast():
         return models.distiller.cache_teacher(batches, path)
-
-
-def judge_teacher(run: Training, models: Models) -> Judged:
-    """The teacher's scores; those in a cache if it was scored on the same rows."""
-    config, data, found = run.config, run.data, Judged()
-    if models.teacher_model is not None:
-        found = judge(run, models.teacher_model, who="teacher", teacher=True)
-    elif data.cached:  # a server has no scores
-        prints, before = data.cached["fingerprints"], data.cached["settings"]
-        same = prints.get(EVAL_ROWS) == run.out.manifest["fingerprints"][EVAL_ROWS]
-        same = same and before.get("max_length") == models.max_length
-        same = same and before.get("precision") == config.precision
-        # `fastkd cache` scores greedy text.
-        if same and data.task.generation in (None, Generation(seed=config.seed)):
-            found = Judged(data.cached["teacher"])
-    _report_teacher(run, found, f"--teacher {config.teacher}", "teacher")
-    return found
 
 
 def judge_row_teachers(run: Training, models: Models) -> dict[str, dict[str, Any]]:
@@ -426,6 +425,79 @@ def publish(
     processes.on_first_process(complete)
     run.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
     return report
+
+
+def write_card(directory: Path, report: dict[str, Any]) -> None:
+    """Write README.md for the student in ``directory``."""
+    hub: Any = require("huggingface_hub", "train")
+    settings, task = report["settings"], tasks.named(report.get("task"))
+    teacher = settings["teacher"] or settings.get("teacher_cache") or settings["teachers"]
+    method = report.get("method", settings["method"])
+    sets = {"evaluation": report, "test": report.get("test", {})}
+    columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
+    data = hub.ModelCardData(
+        library_name=task.library,
+        pipeline_tag=task.pipeline,
+        tags=["fastkd", "knowledge-distillation"],
+        base_model=None
+        if Path(teacher).exists() or "stored_teacher" in report
+        else settings.get("teacher_model") or teacher,
+        model_name=f"{method} student",
+        eval_results=[
+            hub.EvalResult(
+                task_type=task.pipeline,
+                dataset_type=dataset,
+                dataset_name=dataset,
+                dataset_split=kind,
+                metric_type=name,
+                metric_value=sets[kind]["student"][name],
+            )
+            for kind, name in columns
+            for dataset in [_data_set(settings, kind, name)]
+        ],
+    )
+    known = {
+        **report,
+        "data": data.to_yaml(),
+        "title": f"{method} student of {Path(teacher).name}",
+        "method": method,
+        "teacher": teacher,
+        "sets": sets,
+        "columns": columns,
+        "recipe": recipes.sentence(report["recipe"]) if "recipe" in report else "",
+        "summary": task.summary.format_map({k: escaped(v) for k, v in report.items()}),
+        "usage": Template(task.usage).substitute(
+            directory=directory.name,
+            head=task.head,
+            pipeline=task.pipeline,
+            inputs='{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."',
+        ),
+        "head": task.head,
+        "adapter": lora.ADAPTER,
+        "directory": directory.name,
+    }
+    jinja2: Any = require("jinja2", "train")
+    page = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    page.globals.update(compared=compared, escaped=escaped)
+    text = page.from_string(CARD_TEXT.read_text("utf-8")).render(known)
+    (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:
+    """The file of a score's rows, or the data set on the hub."""
+    if kind == "evaluation":
+        hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
+        return Path(settings["evals"] or ".").name or hub_name
+    named = names_of([Path(path) for path in settings["test"]])
+    return named[max((x for x in named if metric.endswith(x)), key=len)].name
+
+
+def escaped(value: Any) -> Any:
+    """A list of names joined by commas, with Markdown's special characters escaped."""
+    if not isinstance(value, list | tuple):
+        return value
+    names = (" ".join(str(name).split()) for name in value)
+    return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", name) for name in names)
 
 
 def check_resume(config: Config) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError, first_line, nearest
 
+HALF = re.compile("[\ud800-\udfff]")
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -89,11 +91,18 @@ def check_separators(record: Mapping[str, Any], source: str) -> None:
 
 
 def field(record: dict, name: str | None, where: str) -> Any:
-    """The value of column ``name`` of a row; ``where`` is the prefix of an InputError."""
+    """The value of column ``name`` of a row; ``where`` is the prefix of an InputError.
+
+    It raises for text with a lone surrogate, which JSON allows and UTF-8 does not.
+    """
     assert name is not None
     if name not in record:
         raise InputError(f"{where}: no column {name!r}; {nearest(name, record)}")
-    return record[name]
+    value = record[name]
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and HALF.search(text):
+            raise InputError(f"{where}: column {name!r} holds half a character (a lone surrogate)")
+    return value
 
 
 def text_of(record: dict, name: str | None, where: str) -> str:
@@ -101,7 +110,7 @@ def text_of(record: dict, name: str | None, where: str) -> str:
     value = field(record, name, where)
     if not isinstance(value, str):
         raise InputError(f"{where}: column {name!r} is not text but {value!r:.40}")
-    return whole(value, name, where)
+    return value
 
 
 def words_of(record: dict, name: str | None, where: str) -> list[str]:
@@ -109,13 +118,6 @@ def words_of(record: dict, name: str | None, where: str) -> list[str]:
     value = field(record, name, where)
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise InputError(f"{where}: column {name!r} is not a list of words but {value!r:.40}")
-    return [whole(word, name, where) for word in value]
-
-
-def whole(value: Any, name: str | None, where: str) -> Any:
-    """``value``; raises for text with a lone surrogate, which JSON allows and UTF-8 does not."""
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-        raise InputError(f"{where}: column {name!r} holds half a character (a lone surrogate)")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastkd.train.errors import EmptyLabel, InputError
-from fastkd.train.files import field, whole
+from fastkd.train.files import field
 
 LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20
@@ -65,7 +65,7 @@ def read_distribution(text: str) -> dict[str, float] | list[float] | None:
 
 def label_text(record: dict[str, Any], name: str, where: str) -> str:
     """The label in column ``name`` as text, whatever its type in the file."""
-    label = whole(field(record, name, where), name, where)
+    label = field(record, name, where)
     if label is None or label == "":
         raise EmptyLabel(f"{where}: the label is empty")
     if not isinstance(label, str | int | float | Decimal):

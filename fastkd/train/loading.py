@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,20 @@ def _has_head(model: Any, kind: type[Task]) -> bool:
 def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
     """``corpus`` with its classes in the order of the teachers' heads, and the model's fields."""
     order, remote = None, config.trust_remote_code
-    for option, who, name in _teachers(config):
+    #: Of each teacher with a configuration: its option, its name in errors, and its place.
+    heads: list[tuple[str, str, str]] = []
+    if config.teacher_cache is not None:
+        option = "--teacher-cache"
+        heads = [(option, f"{option} {config.teacher_cache}", str(config.teacher_cache / STUDENT))]
+    elif config.teachers is not None:
+        for who, entry in teachers_of(config.teachers).items():
+            if "url" not in entry:
+                cache = entry.get("cache")
+                place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
+                heads.append(("--teachers", f"--teachers {who}", place))
+    elif not without_weights(config.teacher):
+        heads = [("--teacher", f"--teacher {config.teacher}", str(config.teacher))]
+    for option, who, name in heads:
         task, fresh = corpus.task, bool(config.finetune_teacher) or config.command == "verify"
         model = models.load(option, name, AutoConfig, remote)
         fitting = task.num_labels in (None, model.num_labels)
@@ -166,21 +179,6 @@ def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
             )
         order = names
     return corpus
-
-
-def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
-    """For each teacher with a configuration: its option, its name in errors, and its place."""
-    if config.teacher_cache is not None:
-        folder = config.teacher_cache
-        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / STUDENT)
-    elif config.teachers is not None:
-        for who, entry in teachers_of(config.teachers).items():
-            if "url" not in entry:
-                cache = entry.get("cache")
-                place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
-                yield "--teachers", f"--teachers {who}", place
-    elif not without_weights(config.teacher):
-        yield "--teacher", f"--teacher {config.teacher}", str(config.teacher)
 
 
 def cached_config(config: Config, folder: Path) -> Any:

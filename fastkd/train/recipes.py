@@ -8,7 +8,6 @@ places and grids of hyper-parameters, whose values are those of ``method_by_name
 preset="paper")``. The paper is silent about the options in ``open``.
 """
 
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,11 @@ CHANGES = ("labelled", "max_train_rows", "unlabelled", "lora", "teacher_lora", "
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 
 
-@functools.cache
-def recipe_named(name: str) -> Mapping[str, Any]:
-    """Content of a paper's file."""
-    return read_options_file(PAPERS / f"{name}.toml")
-
-
 def recipe_of(config: Any) -> Mapping[str, Any]:
     """The recipe of --preset paper: that of --recipe or of the method; empty without one."""
     name = config.recipe or config.method
-    return recipe_named(name) if config.preset == "paper" and name in RECIPES else {}
+    known = config.preset == "paper" and name in RECIPES
+    return read_options_file(PAPERS / f"{name}.toml") if known else {}
 
 
 def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Mapping[str, Any]]:

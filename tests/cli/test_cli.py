@@ -23,9 +23,9 @@ from fastkd.cli import command_settings
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, baselines, labelled_order
 from fastkd.train import config, fitting, packaged_teacher, saving
-from fastkd.train.arguments import settled
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError, SaveFailed
+from fastkd.train.fitting import settled
 from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.run_directory import Checkpoints, RunDirectory
 from fastkd.train.saving import MANIFEST, find_damage, replacing

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from fastkd.cli import display
 from fastkd.cli.display import BestEffortStream, RichDisplay, new_display
-from fastkd.cli.distill_command import show
 from fastkd.cli.main import app
-from fastkd.train.card import write_card
+from fastkd.train.distillation import write_card
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted
 from tests.cli.launched import Launch, command
@@ -136,7 +135,7 @@ def report_with(**changes):
 def printed(path, **changes):
     """What the command prints of a report, and its card."""
     file, report = io.StringIO(), report_with(**changes)
-    show(report, path, RichDisplay(Console(file=file, width=120)))
+    RichDisplay(Console(file=file, width=120)).results(report, path)
     write_card(path, report)
     return file.getvalue(), (path / "README.md").read_text()
 

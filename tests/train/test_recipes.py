@@ -7,8 +7,8 @@ import pytest
 
 from fastkd.distill import method_by_name
 from fastkd.train import Config
-from fastkd.train.arguments import arguments_of, settled
 from fastkd.train.errors import InputError
+from fastkd.train.fitting import arguments_of, settled
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.recipes import RECIPES, compared, lines, sentence

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -12,7 +12,7 @@ import torch
 from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.files import Columns, field, whole
+from fastkd.train.files import Columns, field
 from fastkd.train.labels import MOST_CLASSES_SHOWN, as_number, read_as_ids
 from fastkd.train.tasks import base
 
@@ -100,7 +100,10 @@ class MultiLabel(base.ListedTask):
         if len(self.classes) > MOST_CLASSES_SHOWN:
             yield f"{len(self.classes)} labels"
             return
-        train, evals = map(_counts, ([corpus.train], corpus.evals.values()))
+        train, evals = (
+            Counter(name for rows in sets for row in rows.column("label") for name in row)
+            for sets in ([corpus.train], corpus.evals.values())
+        )
         counts = (f"{name} {train[name]}/{evals[name]}" for name in self.classes)
         yield f"labels, training/evaluation rows: {', '.join(counts)}"
 
@@ -169,7 +172,7 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     )
     if not known:
         raise InputError(f"{where}: column {column!r} is not a list of labels but {value!r:.40}")
-    names = [str(whole(name, column, where)).strip() for name in value]
+    names = [str(name).strip() for name in value]
     if "" in names:
         raise InputError(f"{where}: label {names.index('') + 1} is empty")
     return names
@@ -193,11 +196,6 @@ def one_hot_size(rows: Rows) -> int:
     size = len(next(rows.column("label"), []))
     alike = (len(row) == size and ONE_HOT.issuperset(row) for row in rows.column("label"))
     return size if size > 1 and all(alike) else 0
-
-
-def _counts(sets: Iterable[Rows]) -> Counter[str]:
-    """Number of rows with each label."""
-    return Counter(name for rows in sets for row in rows.column("label") for name in row)
 
 
 TASK = MultiLabel

@@ -17,7 +17,7 @@ from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.files import Columns, field, text_of, whole
+from fastkd.train.files import Columns, field, text_of
 from fastkd.train.tasks import base
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
@@ -93,7 +93,7 @@ def _id(record: dict[str, Any], where: str) -> str:
     name = field(record, ID, where)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError(f"{where}: column {ID!r} is not text but {name!r:.40}")
-    return str(whole(name, ID, where))
+    return str(name)
 
 
 @dataclass(frozen=True)
