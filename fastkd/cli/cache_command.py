@@ -44,7 +44,7 @@ from fastkd.train.saving import (
     saving,
     write_json,
 )
-from fastkd.train.scoring import Judged, Run, judge, sizes_of
+from fastkd.train.scoring import Judged, Run, judge
 
 KEPT = "the same command goes on with what is there"
 
@@ -172,6 +172,10 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
     save_model(out / STUDENT, models.student, data.tokenizer, {}, data.task)
     if data.teacher_tokenizer is not None:
         save_tokenizer(data.teacher_tokenizer, out / TEACHERS_TOKENIZER)
+    sizes = {}
+    if teacher is not None:
+        memory = teacher.get_memory_footprint(return_buffers=False)
+        sizes = {"parameters": teacher.num_parameters(), "bytes": memory}
     with saving(out, KEPT):
         report = {
             "settings": {**as_json(run.config), "max_length": models.max_length},
@@ -179,7 +183,7 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
                 name: fingerprint_of(rows) for name, rows in sets_of_rows(data.corpus).items()
             },
             "teacher": scores,
-            **({} if teacher is None else sizes_of(teacher)),
+            **sizes,
             "selected": models.selected,
             "samples": len(TeacherCache(out)),
         }

@@ -441,7 +441,18 @@ class Config(DataOptions):
                 f"Config has no option {name!r}, {nearest(name, known)}; arguments of "
                 "transformers' trainer go into trainer_args"
             )
-        given = {name: _converted(name, value) for name, value in options.items()}
+        given = {}
+        for name, value in options.items():  # paths and text are exchanged, as the field needs
+            option = options_of(cls).get(name)
+            if option is not None and option.several:
+                value = as_paths(value)
+            elif option is not None and option.is_path and isinstance(value, str):
+                value = Path(value)
+            elif name in MODELS and isinstance(value, Path):
+                value = str(value)
+            elif name == "report_to" and isinstance(value, list | tuple):
+                value = ",".join(value)
+            given[name] = resolved(value) if name == "teacher" and value == PACKAGED else value
         config = cls(command=command, **given)
         if config.resume and config.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
@@ -465,20 +476,6 @@ class Config(DataOptions):
     def passed(self) -> Mapping[str, Any]:
         """Arguments of --trainer-args, once its file is read."""
         return self.trainer_args if isinstance(self.trainer_args, Mapping) else {}
-
-
-def _converted(name: str, value: Any) -> Any:
-    """The value of an option in the type of its field: paths and text are exchanged, as needed."""
-    option = options_of(Config).get(name)
-    if option is not None and option.several:
-        return as_paths(value)
-    if option is not None and option.is_path and isinstance(value, str):
-        return Path(value)
-    if name in MODELS and isinstance(value, Path):
-        return str(value)
-    if name == "report_to" and isinstance(value, list | tuple):
-        return ",".join(value)
-    return resolved(value) if name == "teacher" and value == PACKAGED else value
 
 
 def refuse(wrong: Iterable[tuple[Any, str]]) -> None:
@@ -690,40 +687,35 @@ def check_inputs(settings: Any) -> None:
     ``settings`` are the options of a command.
     """
     flags = {name: option.flag for name, option in options_of(type(settings)).items()}
-    values = vars(settings)
-    for name in ROWS:
-        value = values.get(name)
-        for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, Path):
-                _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
+    values, run = vars(settings), isinstance(settings, Config)
+    columns = settings.columns if isinstance(settings, ColumnOptions) else None
+    kind = values.get("task")
+    given = [(name, values.get(name)) for name in ROWS]
+    several = [(name, x if isinstance(x, list) else [x]) for name, x in given]
+    for name, path in [(name, x) for name, many in several for x in many if isinstance(x, Path)]:
+        ending, option = files.kind_of(path), flags[name]
+        known = path.is_file() and ending in files.READERS
+        if not path.exists() or (kind in PLAIN and known):
+            files.check_file(path, option)
+        small = ending == WHOLE and path.stat().st_size <= MOST
+        quick = path.is_file() and option != "--text" and (ending in QUICK or small)
+        if columns is None or not quick or kind == "question-answering":
+            continue
+        _, record = next(files.records(path, columns.header, option), (0, None))
+        if record is None:
+            continue
+        # `fastkd predict` reads no label.
+        labelled = name != "unlabelled" and "label_order" in values
+        wanted = replace(columns, label=columns.label if labelled else None)
+        if run and wanted.header and kind in PLAIN and settings.glue is None:
+            # Text alone may be evaluated without labels.
+            label = wanted.label or ("label" if labelled and settings.train is not None else None)
+            settle_columns(replace(wanted, label=label), record, str(path))
+        else:
+            check_columns(wanted, record, str(path))
     if values.get("teachers") is not None:
         teachers_of(values["teachers"])
     for name in NAMED:
         value = values.get(name)
         if isinstance(value, str) and not without_weights(value):
             check_place(flags[name], value)
-
-
-def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
-    values = vars(settings)
-    kind = values.get("task")
-    known = files.kind_of(path) in files.READERS
-    if not path.exists() or (kind in PLAIN and path.is_file() and known):
-        files.check_file(path, option)
-    columns = settings.columns if isinstance(settings, ColumnOptions) else None
-    small = files.kind_of(path) == WHOLE and path.stat().st_size <= MOST
-    quick = path.is_file() and option != "--text" and (files.kind_of(path) in QUICK or small)
-    if columns is None or not quick or kind == "question-answering":
-        return
-    _, record = next(files.records(path, columns.header, option), (0, None))
-    if record is None:
-        return
-    # `fastkd predict` reads no label.
-    labelled = labelled and "label_order" in values
-    columns = replace(columns, label=columns.label if labelled else None)
-    if isinstance(settings, Config) and columns.header and kind in PLAIN and settings.glue is None:
-        # Text alone may be evaluated without labels.
-        label = columns.label or ("label" if labelled and settings.train is not None else None)
-        settle_columns(replace(columns, label=label), record, str(path))
-    else:
-        check_columns(columns, record, str(path))

@@ -50,7 +50,7 @@ from fastkd.train.run_directory import (
     rows_of,
 )
 from fastkd.train.saving import MANIFEST, locked, read_json, saving, write_manifest
-from fastkd.train.scoring import Judged, Run, judge, rows_by_teacher, seconds_a_batch, sizes_of
+from fastkd.train.scoring import Judged, Run, judge, rows_by_teacher, seconds_a_batch
 from fastkd.train.tasks.base import reorder_classes
 
 filelock: Any = require("filelock", "train")
@@ -360,14 +360,13 @@ def judge_best(
     run.display.say("scoring and timing the best student ...")
     best, device = load_best(run, run.out.student, models.student), run.computation.device
     live = {"teacher": models.teacher_model, "student": best}
-    sizes: dict[str, Mapping[str, Any]] = {
-        who: sizes_of(model) for who, model in live.items() if model is not None
-    }
+    found: dict[str, Any] = {"parameters": {}, "bytes": {}}
     if "parameters" in run.data.cached:  # not of a server's cache
-        sizes = {"teacher": run.data.cached, **sizes}
-    found: dict[str, Any] = {
-        name: {who: each[name] for who, each in sizes.items()} for name in ("parameters", "bytes")
-    }
+        found = {name: {"teacher": run.data.cached[name]} for name in found}
+    for who, model in live.items():
+        if model is not None:
+            found["parameters"][who] = model.num_parameters()
+            found["bytes"][who] = model.get_memory_footprint(return_buffers=False)
     if run.config.shard:
         sharding.shard(best, device, trained=False)
     else:

@@ -64,6 +64,23 @@ class Option:
         """Name of the option in a file: ``eval``, ``set``."""
         return self.flag.removeprefix("--").replace("-", "_")
 
+    def check(self, value: Any) -> None:
+        """Raise InputError unless ``value`` lies within the bounds and among the choices."""
+        if self.choices and value not in self.choices:
+            raise InputError(
+                f"{self.flag} {value!r} is not an option; {nearest(value, self.choices)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise InputError(f"{self.flag} {str(value)[:20]}... is beyond all bounds")
+        if self.above is not None and not self.above < value < math.inf:
+            raise InputError(f"{self.flag} must be greater than {self.above}, got {value}")
+        if self.least is not None and not self.least <= value < math.inf:
+            raise InputError(f"{self.flag} must be at least {self.least}, got {value}")
+        if self.most is not None and not value <= self.most:
+            raise InputError(f"{self.flag} must be at most {self.most}, got {value}")
+
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an `Option`; ``...`` as the default makes it required."""
@@ -87,25 +104,12 @@ run_option = functools.partial(option, panel="The run", saved=False, commands=("
 
 
 class Checked:
-    """Base class of options that checks bounds and choices when they are created."""
+    """Base class of options that checks their bounds when they are created."""
 
     def __post_init__(self) -> None:
         for name, meta in options_of(type(self)).items():
-            value, flag = vars(self)[name], meta.flag
-            if meta.choices and value not in (None, *meta.choices):
-                raise InputError(
-                    f"{flag} {value!r} is not an option; {nearest(value, meta.choices)}"
-                )
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if isinstance(value, int) and abs(value) >= 2**63:
-                raise InputError(f"{flag} {str(value)[:20]}... is beyond all bounds")
-            if meta.above is not None and not meta.above < value < math.inf:
-                raise InputError(f"{flag} must be greater than {meta.above}, got {value}")
-            if meta.least is not None and not meta.least <= value < math.inf:
-                raise InputError(f"{flag} must be at least {meta.least}, got {value}")
-            if meta.most is not None and not value <= meta.most:
-                raise InputError(f"{flag} must be at most {meta.most}, got {value}")
+            if (value := vars(self)[name]) is not None:
+                meta.check(value)
 
 
 @functools.cache

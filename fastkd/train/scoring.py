@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fastkd.distributed import world_size
 from fastkd.models.hooks import on_device
@@ -153,12 +152,6 @@ def rows_by_teacher(run: Run, max_length: int) -> dict[str, dict[str, Encoded]]:
                 encoded = encoder(run.data, max_length)(rows.select(own))
                 found.setdefault(name, {})[suffix] = encoded
     return found
-
-
-def sizes_of(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters and bytes of a model."""
-    memory = model.get_memory_footprint(return_buffers=False)
-    return {"parameters": model.num_parameters(), "bytes": memory}
 
 
 def seconds_a_batch(
