@@ -65,7 +65,7 @@ def run(settings: AugmentSettings, display: RichDisplay) -> None:
             track.advance(i + 1)
         track.stop()
     os.replace(part, settings.out)
-    _state_of(part).unlink(missing_ok=True)
+    part.with_name(f"{part.name}.json").unlink(missing_ok=True)
     total = len(records) * (1 + settings.times)
     display.say(f"{len(records)} rows, {total} with their copies: {settings.out}")
 
@@ -86,14 +86,10 @@ def _lines(
         yield tsv_line(cells)
 
 
-def _state_of(part: Path) -> Path:
-    return part.with_name(part.name + ".json")
-
-
 def _resume(part: Path, state: dict[str, Any], header: list[str]) -> int:
     """Number of source rows that ``part`` has whole; without it a new one is begun."""
     times = 1 + state["times"]
-    before = _state_of(part)
+    before = part.with_name(f"{part.name}.json")
     if part.exists() and before.exists() and json.loads(before.read_text()) == state:
         lines = part.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]

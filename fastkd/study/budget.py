@@ -9,7 +9,6 @@ fewer candidates are drawn, then fewer seeds, then fewer steps.
 import dataclasses
 import math
 import random
-from collections.abc import Iterable
 from typing import Any
 
 from fastkd.study.grid import Cell, Grid
@@ -73,7 +72,9 @@ def searched(runs: GridRuns, hours: float, jobs: int) -> GridRuns:
     grid, say = runs.grid, runs.display.say
     arms = arms_of(grid)
     say(f"--budget {hours:g}: timing a step of {len(arms)} arms")
-    teachers = sum(runs.teacher_seconds(cell) for cell in _teachers(grid.cells))
+    tuned = (cell for cell in grid.cells if cell.options.get("finetune_teacher"))
+    each_teacher = {(cell.task, cell.options["teacher"]): cell for cell in tuned}
+    teachers = sum(map(runs.teacher_seconds, each_teacher.values()))
     steps = {arm: runs.steps(cells[0]) for arm, cells in arms.items()}
     seconds = {arm: count * each for arm, (count, each) in steps.items()}
     whole = len(grid.seeds) * sum(seconds[arm] * len(cells) for arm, cells in arms.items())
@@ -122,12 +123,6 @@ def searched(runs: GridRuns, hours: float, jobs: int) -> GridRuns:
     )
     study = dataclasses.replace(grid, cells=tuple(final), seeds=seeds, notes=notes)
     return GridRuns(study, runs.out, runs.display)
-
-
-def _teachers(cells: Iterable[Cell]) -> list[Cell]:
-    """A run of each task and teacher that is fine-tuned."""
-    tuned = (cell for cell in cells if cell.options.get("finetune_teacher"))
-    return [*{(cell.task, cell.options["teacher"]): cell for cell in tuned}.values()]
 
 
 def _short(cell: Cell, steps: int, fraction: float) -> Cell:

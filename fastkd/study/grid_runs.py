@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -473,11 +474,12 @@ def _worker(
         sys.exit(f"Error: {error}")
 
 
+@dataclass
 class Bars(Display):
     """The bars of one run of a study; its lines are left out."""
 
-    def __init__(self, display: Display, title: str):
-        self.display, self.title = display, title
+    display: Display
+    title: str
 
     def track(self, title: str, first: int, total: int) -> Track:
         return self.display.track(self.title, first, total)

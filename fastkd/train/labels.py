@@ -29,6 +29,14 @@ def as_number(label: Any) -> float | None:
     return number if abs(number) <= LARGEST else None
 
 
+def score_of(value: Any, where: str) -> float:
+    """``value`` as a score, a finite number."""
+    found = as_number(value)
+    if found is None or not math.isfinite(found):
+        raise InputError(f"{where}: score {value!r:.40} is not a finite number")
+    return found
+
+
 def distribution_text(label: Any, where: str) -> str | None:
     """A distribution over classes as JSON: a list in their order, or an object by their names.
 

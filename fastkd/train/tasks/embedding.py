@@ -20,7 +20,7 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
-from fastkd.train.labels import as_number
+from fastkd.train.labels import score_of
 from fastkd.train.tasks.base import TEXT, LabelInfo, Prepared, Task, Tokens
 from fastkd.train.tasks.regression import number_scores
 
@@ -140,10 +140,7 @@ class Embedding(Task):
                 negatives += words_of(record, name, where)
         score = None
         if columns.label is not None:
-            value = field(record, columns.label, where)
-            score = as_number(value)
-            if score is None or score != score:
-                raise InputError(f"{where}: score {value!r:.40} is not a finite number")
+            score = score_of(field(record, columns.label, where), where)
         return {"text": text, "pair": pair, NEGATIVES: negatives, "label": score}
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import nn
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.files import Columns, text_of, words_of
-from fastkd.train.labels import as_number
+from fastkd.train.labels import score_of
 from fastkd.train.tasks.base import TEXT, Collate, Corpus, Task, Tokens, logits
 from fastkd.train.tasks.multiple_choice import paired_tokens
 
@@ -185,12 +185,12 @@ def _scores(
         ):
             if not isinstance(values, list) or len(values) != size:
                 raise InputError(f"{where}: column {name!r} is not a list of {size} scores")
-        return [_number(x, where) for values in given for x in values or ()]
+        return [score_of(x, where) for values in given for x in values or ()]
     column = next((x for x in (label, *LABELS) if record.get(x or "") is not None), None)
     if column is None:
         return None
     value = record[column]
-    found = [_number(x, where) for x in (value if isinstance(value, list) else [value])]
+    found = [score_of(x, where) for x in (value if isinstance(value, list) else [value])]
     if len(found) == sum(sizes):
         return found
     if sizes[0] == 1 and len(found) == sizes[1]:  # margins
@@ -199,13 +199,6 @@ def _scores(
         f"{where}: column {column!r} has {len(found)} numbers for {sizes[0]} relevant and "
         f"{sizes[1]} other documents; give the scores of all, or the margin over each other one"
     )
-
-
-def _number(value: Any, where: str) -> float:
-    found = as_number(value)
-    if found is None or not math.isfinite(found):
-        raise InputError(f"{where}: score {value!r:.40} is not a finite number")
-    return found
 
 
 def _ranked(scores: Sequence[float], relevance: Sequence[float]) -> tuple[float, float]:

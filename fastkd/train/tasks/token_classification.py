@@ -87,14 +87,20 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
     """
     first: tuple[int, int] | None = None  # row and columns of the first word
     numbered = files.text_lines(path, option)
-    for between, group in itertools.groupby(numbered, _separates):
+    for between, group in itertools.groupby(
+        numbered, lambda row: not row[1].strip(BLANKS) or row[1].startswith("-DOCSTART-")
+    ):
         sentence = list(group)
-        tabs = any("\t" in line for _, line in sentence)
+        tabs = any("\t" in line for _, line in sentence)  # a word may be "#", too
+        comments = [
+            bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
+            for _, line in sentence
+        ]
         # A no-break space belongs to its word.
         lines = [
             (n, re.findall(rf"[^{BLANKS}]+", line))
-            for n, line in sentence
-            if not _comment(line, tabs)
+            for (n, line), comment in zip(sentence, comments, strict=True)
+            if not comment
         ]
         if between or not lines:
             continue
@@ -113,19 +119,6 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
         if first[1] > 1:
             row[LABELS] = [parts[-1] for _, parts in lines]
         yield lines[0][0], row
-
-
-def _separates(numbered: tuple[int, str]) -> bool:
-    """Whether a line is between sentences."""
-    return not numbered[1].strip(BLANKS) or numbered[1].startswith("-DOCSTART-")
-
-
-def _comment(line: str, tabs: bool) -> bool:
-    """Whether a line is a comment of CoNLL-U; ``tabs`` says whether tabs separate its columns.
-
-    A word may be "#", too.
-    """
-    return bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
 
 
 @dataclass(frozen=True)
