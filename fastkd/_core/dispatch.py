@@ -5,11 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from fastkd._core import check, extension
-from fastkd._core.registry import LOSSES, Kernels
+from fastkd._core.registry import LOSSES
 
 Backend = Literal["auto", "torch", "triton", "cpp"]
 BACKENDS = get_args(Backend)
@@ -36,20 +35,6 @@ def triton_devices() -> tuple[str, ...]:
     return ("cuda", "cpu") if triton_interpreted() else ("cuda",)
 
 
-def why_unsupported(kernels: Kernels, dtype: torch.dtype, call: Mapping[str, Any]) -> str | None:
-    """Why ``kernels`` don't support a call, or None; ``call`` has its options and sizes."""
-    if dtype not in kernels.dtypes:
-        return f"{str(dtype).removeprefix('torch.')} is left to PyTorch"
-    for name, values in kernels.options.items():
-        if call[name] not in values:
-            supported = " or ".join(map(repr, values))
-            return f"its kernels support {name}={supported}, got {call[name]!r}"
-    for name, largest in kernels.limits.items():
-        if call[name] > largest:
-            return f"its kernels take at most {largest} {name}, got {call[name]}"
-    return None
-
-
 def why_not(
     backend: str, function: str, x: Tensor, call: Mapping[str, Any] | None = None
 ) -> str | None:
@@ -62,8 +47,17 @@ def why_not(
     functions, language = (TRITON_FUNCTIONS, "Triton") if triton else (CPP_FUNCTIONS, "C++")
     if function not in functions:
         return f"{function} has no {language} kernel"
-    if call is not None and (reason := why_unsupported(functions[function], x.dtype, call)):
-        return reason
+    if call is not None:
+        kernels = functions[function]
+        if x.dtype not in kernels.dtypes:
+            return f"{str(x.dtype).removeprefix('torch.')} is left to PyTorch"
+        for name, values in kernels.options.items():
+            if call[name] not in values:
+                supported = " or ".join(map(repr, values))
+                return f"its kernels support {name}={supported}, got {call[name]!r}"
+        for name, largest in kernels.limits.items():
+            if call[name] > largest:
+                return f"its kernels take at most {largest} {name}, got {call[name]}"
     if not triton:
         if not extension.CPU:
             return "the extension is not built"

@@ -101,9 +101,9 @@ def begin(config: Config, display: Display) -> tuple[Run, Models]:
     data = load_data(config, display)
     config = settled_method(config, data, display)
     models = assemble(config, data, display)
-    if selected := select(config, data, models, display):
-        models = assemble(config, data, Display(), models.teacher, selected)
     run = Run(config, computation, data, encode(config, data, models.max_length), display)
+    if selected := select(run, models):
+        models = assemble(config, data, Display(), models.teacher, selected)
     if data.match is not None:
         say_match(data.match, run.sets.train, display)
     return run, models

@@ -57,10 +57,6 @@ class Rows:
         return len(self.data)
 
     @property
-    def paired(self) -> bool:
-        return "pair" in self.data.column_names
-
-    @property
     def texts(self) -> list[str]:
         """All texts, in memory."""
         return self.data["text"][:]
@@ -68,7 +64,7 @@ class Rows:
     @property
     def pairs(self) -> list[str] | None:
         """All second texts, in memory."""
-        return self.data["pair"][:] if self.paired else None
+        return self.data["pair"][:] if "pair" in self.data.column_names else None
 
     @functools.cached_property
     def labels(self) -> Any:

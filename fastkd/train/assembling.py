@@ -32,12 +32,13 @@ from fastkd.train.config import SELECT, Config
 from fastkd.train.conversations import LOGPROBS
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.labels import by_names
-from fastkd.train.loading import Data, cached_config, collator, training_encoder
+from fastkd.train.loading import Data, cached_config, training_encoder
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import COMPLETIONS, SERVED, without_weights
 from fastkd.train.progress import Display
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.saving import STUDENT, find_damage
+from fastkd.train.scoring import Run
 from fastkd.train.tasks.base import Task
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
@@ -65,11 +66,6 @@ class Models:
         return self.teacher.live if isinstance(self.teacher, ByRow) else {}
 
 
-def model_of(teacher: Any) -> Any:
-    """The ``teacher`` if it is a single model, else None."""
-    return None if isinstance(teacher, RowSource | ByRow | TeacherCache) else teacher
-
-
 def assemble(
     config: Config,
     data: Data,
@@ -86,7 +82,7 @@ def assemble(
     """
     teacher = load_teacher(config, data) if teacher is None else teacher
     length, reads = data.max_length, data.teacher_tokenizer or data.tokenizer
-    one = model_of(teacher)
+    one = None if isinstance(teacher, RowSource | ByRow | TeacherCache) else teacher
     for live in teacher.live.values() if isinstance(teacher, ByRow) else filter(None, [one]):
         fitting = models.fitting_length(data.max_length, reads, cast(Any, live), "teacher")
         if fitting < length:
@@ -104,7 +100,7 @@ def assemble(
     set_seed(config.seed)
     if config.lora:
         student = lora.adapted(student, config.lora, data.task.head, config.student)
-    method = _method(config, data, teacher, student, selected)
+    method = _method(config, data, one, student, selected)
     # The tokenizer of language models whose heads are padded to unlike sizes.
     tokenizer, alike = None, one is not None and data.teacher_tokenizer is None
     if data.task.two_tokenizers == "spans" and alike:
@@ -128,23 +124,23 @@ def assemble(
     return Models(teacher, one, student, distiller, length, selected)
 
 
-def select(config: Config, data: Data, made: Models, display: Display) -> list[int] | None:
+def select(run: Run, made: Models) -> list[int] | None:
     """Teacher layers chosen by --teacher-layers select, on the first process; else None."""
-    if config.teacher_layers != SELECT or data.cached:
+    config, rows = run.config, run.sets.train
+    if config.teacher_layers != SELECT or run.data.cached:
         return None
-    rows = training_encoder(config, data, made.max_length)(data.corpus.train)
     order = np.random.default_rng(config.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
-    batches = rows.batches(collator(data), 32, order)
+    batches = rows.batches(run.sets.collate, 32, order)
     layers = processes.on_first_process(lambda: layers_of(config, made.teacher, batches))
-    display.say(f"teacher layers that differ most: {', '.join(map(str, layers))}")
+    run.display.say(f"teacher layers that differ most: {', '.join(map(str, layers))}")
     return layers
 
 
 def _method(
     config: Config, data: Data, teacher: Any, student: Any, selected: list[int] | None
 ) -> Method:
-    """The method, with the defaults of task and models."""
-    task, configs = data.task, [x.config for x in (model_of(teacher), student) if x is not None]
+    """The method, with the defaults of task and models; ``teacher``: None without weights."""
+    task, configs = data.task, [x.config for x in (teacher, student) if x is not None]
     defaults = task.method_options(configs[0], configs[-1])
     headless = task.head == "AutoModel"
     if data.teacher_tokenizer is not None and data.match is None and not headless:

@@ -439,9 +439,10 @@ class Encoder:
 
     def __call__(self, rows: Rows) -> Encoded:
         data, task = rows.data, self.task
-        added = max(1, self.tokenizer.num_special_tokens_to_add(pair=rows.paired))
+        paired = "pair" in data.column_names
+        added = max(1, self.tokenizer.num_special_tokens_to_add(pair=paired))
         if added >= self.max_length:
-            what = "a pair" if rows.paired else "a text"
+            what = "a pair" if paired else "a text"
             raise InputError(
                 f"--max-length {self.max_length}: leaves no room for text, as the tokenizer "
                 f"adds {added} tokens to {what}; give a larger one"

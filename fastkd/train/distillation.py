@@ -264,7 +264,7 @@ def judge_teachers(
     run: Training, models: Models, cache: Path | None = None
 ) -> tuple[Models, dict[str, Any]]:
     """The models to train with, and the first part of the run's report."""
-    config, data, out, display = run.config, run.data, run.out, run.display
+    config, data, out = run.config, run.data, run.out
     if config.shard:
         sharding.shard_distiller(models.distiller, run.computation.device)
     judged = Judged()
@@ -281,7 +281,7 @@ def judge_teachers(
     _report_teacher(run, judged, f"--teacher {config.teacher}", "teacher")
     by_teacher = judge_row_teachers(run, models) if data.row_teachers else {}
     if config.teacher_layers == SELECT:
-        selected = out.once("selected", lambda: select(config, data, models, display))
+        selected = out.once("selected", lambda: select(run, models))
         models = assemble(config, data, Display(), models.teacher, selected)
     outputs = None if cache is None else _cached(run, models, cache)
     if outputs is not None:
@@ -298,7 +298,7 @@ def judge_teachers(
         "teacher_layers": initial,
         "task": data.task.name(),
         **data.task.report(),
-        "paired": data.corpus.train.paired,
+        "paired": "pair" in data.corpus.train.data.column_names,
         "teacher": judged.scores,
         "warnings": {"teacher": judged.warning} if judged.warning else {},
         **({"teachers": by_teacher} if by_teacher else {}),
@@ -434,15 +434,14 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     method = report.get("method", settings["method"])
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
-    data = hub.ModelCardData(
-        library_name=task.library,
-        pipeline_tag=task.pipeline,
-        tags=["fastkd", "knowledge-distillation"],
-        base_model=None
-        if Path(teacher).exists() or "stored_teacher" in report
-        else settings.get("teacher_model") or teacher,
-        model_name=f"{method} student",
-        eval_results=[
+    hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
+    tests, results = names_of([Path(path) for path in settings["test"] or ()]), []
+    for kind, name in columns:
+        # The file of the rows, or the data set on the hub; a metric ends in its test file's name.
+        dataset = Path(settings["evals"] or ".").name or hub_name
+        if kind == "test":
+            dataset = tests[max((x for x in tests if name.endswith(x)), key=len)].name
+        results.append(
             hub.EvalResult(
                 task_type=task.pipeline,
                 dataset_type=dataset,
@@ -451,9 +450,16 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
                 metric_type=name,
                 metric_value=sets[kind]["student"][name],
             )
-            for kind, name in columns
-            for dataset in [_data_set(settings, kind, name)]
-        ],
+        )
+    data = hub.ModelCardData(
+        library_name=task.library,
+        pipeline_tag=task.pipeline,
+        tags=["fastkd", "knowledge-distillation"],
+        base_model=None
+        if Path(teacher).exists() or "stored_teacher" in report
+        else settings.get("teacher_model") or teacher,
+        model_name=f"{method} student",
+        eval_results=results,
     )
     known = {
         **report,
@@ -480,15 +486,6 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     page.globals.update(compared=compared, escaped=escaped)
     text = page.from_string(CARD_TEXT.read_text("utf-8")).render(known)
     (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:
-    """The file of a score's rows, or the data set on the hub."""
-    if kind == "evaluation":
-        hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
-        return Path(settings["evals"] or ".").name or hub_name
-    named = names_of([Path(path) for path in settings["test"]])
-    return named[max((x for x in named if metric.endswith(x)), key=len)].name
 
 
 def escaped(value: Any) -> Any:

@@ -37,31 +37,8 @@ def score_of(value: Any, where: str) -> float:
     return found
 
 
-def distribution_text(label: Any, where: str) -> str | None:
-    """A distribution over classes as JSON: a list in their order, or an object by their names.
-
-    A text may hold the JSON. None for any other label.
-    """
-    found = read_distribution(label) if isinstance(label, str) else label
-    if isinstance(found, Mapping):  # Parquet has None for the names of other rows
-        found = {str(name).strip(): x for name, x in found.items() if x is not None}
-    elif not isinstance(found, list):
-        return None
-    what = f"{where}: label {label!r:.60}"
-    values = [*(found.values() if isinstance(found, Mapping) else found)]
-    if not values or any(isinstance(x, bool) or not isinstance(x, int | float) for x in values):
-        raise InputError(f"{what} is no distribution over the classes: its entries are no numbers")
-    wrong = next((x for x in values if not 0 <= x <= 1), None)
-    if wrong is not None:
-        raise InputError(f"{what} has the probability {wrong}; probabilities are 0 to 1")
-    total = math.fsum(values)
-    if abs(total - 1) > SUM_TOLERANCE:
-        raise InputError(f"{what}: its probabilities sum to {total:g}, not to 1")
-    return json.dumps(found)
-
-
 def read_distribution(text: str) -> dict[str, float] | list[float] | None:
-    """The distribution in the JSON of `distribution_text`; None for the name of a class."""
+    """The distribution over classes in a label's JSON; None for the name of a class."""
     if text[:1] not in ("{", "["):
         return None
     try:

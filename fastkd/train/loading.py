@@ -234,7 +234,12 @@ def encode(config: Config, data: Data, max_length: int) -> Sets:
         "unlabelled": len(every) - len(rows),
     }
     counts = {name: number for name, number in counts.items() if number}
-    return Sets(rows, every, teacher, evals, tests, collator(data), counts)
+    if data.teacher_tokenizer is not None:
+        collate: Any = TwoTokenizerCollator(data.task, data.tokenizer, data.teacher_tokenizer)
+    else:
+        collate = data.task.collator(data.tokenizer)
+        collate = ByRowCollator(collate) if data.row_teachers else collate
+    return Sets(rows, every, teacher, evals, tests, collate, counts)
 
 
 def training_encoder(config: Config, data: Data, max_length: int) -> Encoder:
@@ -254,14 +259,6 @@ def encoder(data: Data, max_length: int) -> Callable[[Rows], Encoded]:
         return dataclasses.replace(student(rows), teacher_encoded=teacher(rows))
 
     return encode
-
-
-def collator(data: Data) -> Any:
-    """The collator of training rows."""
-    if data.teacher_tokenizer is not None:
-        return TwoTokenizerCollator(data.task, data.tokenizer, data.teacher_tokenizer)
-    collate = data.task.collator(data.tokenizer)
-    return ByRowCollator(collate) if data.row_teachers else collate
 
 
 class TwoTokenizerCollator:

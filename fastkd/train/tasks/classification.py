@@ -1,6 +1,7 @@
 """A class for a text, or for two."""
 
 import difflib
+import json
 import math
 import unicodedata
 from collections import Counter
@@ -18,10 +19,10 @@ from fastkd.train.files import Columns
 from fastkd.train.glue import Glue
 from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
+    SUM_TOLERANCE,
     as_number,
     class_names,
     classes_by_name,
-    distribution_text,
     in_order,
     meaning,
     read_as_ids,
@@ -64,11 +65,28 @@ class Classification(base.ClassTask):
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        found = record.get(columns.label or "")
-        found = None if found is None else distribution_text(found, where)
-        if found is None:
+        """A label may be a distribution, a list in the order of the classes or an object by their
+        names, also as JSON."""
+        label = record.get(columns.label or "")
+        found = read_distribution(label) if isinstance(label, str) else label
+        if isinstance(found, Mapping):  # Parquet has None for the names of other rows
+            found = {str(name).strip(): x for name, x in found.items() if x is not None}
+        elif not isinstance(found, list):
             return super().row(record, columns, where)
-        return {**super().row(record, replace(columns, label=None), where), "label": found}
+        what = f"{where}: label {label!r:.60}"
+        values = [*(found.values() if isinstance(found, Mapping) else found)]
+        if not values or any(isinstance(x, bool) or not isinstance(x, int | float) for x in values):
+            raise InputError(
+                f"{what} is no distribution over the classes: its entries are no numbers"
+            )
+        wrong = next((x for x in values if not 0 <= x <= 1), None)
+        if wrong is not None:
+            raise InputError(f"{what} has the probability {wrong}; probabilities are 0 to 1")
+        total = math.fsum(values)
+        if abs(total - 1) > SUM_TOLERANCE:
+            raise InputError(f"{what}: its probabilities sum to {total:g}, not to 1")
+        row = super().row(record, replace(columns, label=None), where)
+        return {**row, "label": json.dumps(found)}
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: base.LabelInfo) -> base.Task:
