@@ -279,8 +279,12 @@ def planned(function: Public) -> Public:
             first = args[0] if args else None
             if type(first) is not Tensor:
                 first = next(tensors_in(args or kwargs), None)
-            on_gpu = first is not None and first.is_cuda
-            if on_gpu and extension.why_not_gpu(first.device) is None and not kwargs.get("gather"):
+            if (
+                first is not None
+                and first.is_cuda
+                and extension.why_not_gpu(first.device) is None
+                and not kwargs.get("gather")
+            ):
                 if type(kwargs.get("denominator")) is int:  # another one at each step
                     kwargs["denominator"] = float(kwargs["denominator"])
                 found = _key((function, *kwargs), (*args, *kwargs.values()))

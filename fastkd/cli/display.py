@@ -191,7 +191,7 @@ class RichDisplay(Display):
         self.say(
             f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
             f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
-            f"saved in {out / 'student'}",
+            f"saved in {out / 'student'}"
         )
 
     def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:

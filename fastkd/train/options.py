@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,7 @@ class Checked:
                 meta.check(value)
 
 
-@functools.cache
-def options_of(cls: Any) -> Mapping[str, Option]:
-    """The options of a dataclass, by field name."""
+def _options_of(cls: Any) -> Mapping[str, Option]:
     kinds, found = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if (meta := field.metadata.get("option")) is not None:
@@ -130,6 +128,10 @@ def options_of(cls: Any) -> Mapping[str, Option]:
                 is_path=not {Path, list[Path]}.isdisjoint((kind, *parts)),
             )
     return found
+
+
+#: The options of a dataclass, by field name.
+options_of: Callable[[Any], Mapping[str, Option]] = functools.cache(_options_of)
 
 
 def as_paths(given: Any) -> list[Path] | None:
