@@ -83,7 +83,8 @@ def assemble(
     teacher = load_teacher(config, data) if teacher is None else teacher
     length, reads = data.max_length, data.teacher_tokenizer or data.tokenizer
     one = None if isinstance(teacher, RowSource | ByRow | TeacherCache) else teacher
-    for live in teacher.live.values() if isinstance(teacher, ByRow) else filter(None, [one]):
+    alone = [] if one is None else [one]
+    for live in teacher.live.values() if isinstance(teacher, ByRow) else alone:
         fitting = models.fitting_length(data.max_length, reads, cast(Any, live), "teacher")
         if fitting < length:
             length = fitting

@@ -15,7 +15,7 @@ from tests.support.tiny import make_teacher, run, write_tsv
 
 ROOT = Path(fastkd.__file__).resolve().parent
 #: Named functions, files and depth of calls, at most.
-MOST = {"run": (445, 48, 16), "step": (100, 18, 12)}
+MOST = {"run": (403, 45, 16), "step": (100, 18, 12)}
 
 
 def walked(work) -> tuple[int, int, int]:
