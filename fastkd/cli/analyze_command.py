@@ -46,7 +46,6 @@ from fastkd.train.saving import (
     write_file,
     write_json,
 )
-from fastkd.train.tasks.base import default_padding_side
 from fastkd.train.tasks.classification import Classification, row_classes
 from fastkd.train.trained_model import columns_of, read_training_record
 
@@ -161,15 +160,15 @@ def batches_of(
     for start in starts[processes.rank() :: world_size()]:
         chosen = order[start : start + batch_size]
         second = [pairs[i] for i in chosen] if pairs is not None else None
-        with default_padding_side(tokenizer):
-            batch = tokenizer(
-                [texts[i] for i in chosen],
-                second,
-                truncation=True,
-                max_length=max_length,
-                padding=True,
-                return_tensors="pt",
-            )
+        batch = tokenizer(
+            [texts[i] for i in chosen],
+            second,
+            truncation=True,
+            max_length=max_length,
+            padding=True,
+            padding_side=type(tokenizer).padding_side,  # its files may set another
+            return_tensors="pt",
+        )
         if labels is not None:
             batch["labels"] = torch.tensor([labels[i] for i in chosen])
         yield batch

@@ -1,6 +1,6 @@
 """Base classes of tasks: how rows are read, encoded, scored and predicted."""
 
-import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -343,7 +343,9 @@ class Task:
         training. Its result for a row must not depend on the other rows of the batch.
         """
         collate = getattr(require("transformers", "train"), self.collator_class)
-        return Pad(collate(tokenizer), tokenizer)
+        own = copy.copy(tokenizer)
+        own.padding_side = type(tokenizer).padding_side
+        return Pad(collate(own), own.padding_side)
 
     # Scores and predictions
 
@@ -541,32 +543,20 @@ class Pad:
     """
 
     collate: Collate
-    tokenizer: Any
+    side: str
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
         positions, likely = (
             [torch.tensor(row[name]) for row in rows if name in row] for name in OWN_PADDING
         )
         rest = [{name: x for name, x in row.items() if name not in OWN_PADDING} for row in rows]
-        with default_padding_side(self.tokenizer):
-            batch = {name: x for name, x in self.collate(rest).items() if x is not None}
-            side = self.tokenizer.padding_side
+        batch = {name: x for name, x in self.collate(rest).items() if x is not None}
         if positions:
-            batch["position_ids"] = nn.utils.rnn.pad_sequence(positions, True, padding_side=side)
+            pad = nn.utils.rnn.pad_sequence
+            batch["position_ids"] = pad(positions, True, padding_side=self.side)
         if likely:
             batch["labels"] = torch.stack(likely)
         return batch
-
-
-@contextlib.contextmanager
-def default_padding_side(tokenizer: Any) -> Iterator[None]:
-    """Context in which the tokenizer pads on the default side of its class."""
-    given = tokenizer.padding_side
-    tokenizer.padding_side = type(tokenizer).padding_side
-    try:
-        yield
-    finally:
-        tokenizer.padding_side = given
 
 
 def probabilities(names: Iterable[Any], values: torch.Tensor) -> dict[str, float]:
