@@ -690,9 +690,14 @@ def check_inputs(settings: Any) -> None:
     values, run = vars(settings), isinstance(settings, Config)
     columns = settings.columns if isinstance(settings, ColumnOptions) else None
     kind = values.get("task")
-    given = [(name, values.get(name)) for name in ROWS]
-    several = [(name, x if isinstance(x, list) else [x]) for name, x in given]
-    for name, path in [(name, x) for name, many in several for x in many if isinstance(x, Path)]:
+    given = {name: values.get(name) for name in ROWS}
+    paths = [
+        (name, path)
+        for name, value in given.items()
+        for path in (value if isinstance(value, list) else [value])
+        if isinstance(path, Path)
+    ]
+    for name, path in paths:
         ending, option = files.kind_of(path), flags[name]
         known = path.is_file() and ending in files.READERS
         if not path.exists() or (kind in PLAIN and known):

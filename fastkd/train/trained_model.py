@@ -35,7 +35,7 @@ class TrainingRecord:
 
 
 def read_training_record(model: Path) -> TrainingRecord | None:
-    """The training record of a model that fastkd trained."""
+    """The training record of a model; None if fastkd did not train it."""
     settings = read_json(model / MANIFEST).get("settings")
     if not isinstance(settings, dict):
         return None
