@@ -57,7 +57,7 @@ tests: $(VENV)/bytecode
 	  -m "$(THOROUGH)" -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
-COMPILED := $(addprefix tests/test_,relation.py knn.py contrastive.py projection.py weights.py \
+COMPILED := $(addprefix tests/test_,relation.py knn.py projection.py weights.py \
   soft_targets.py values.py edges.py layouts.py derivatives.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
@@ -99,8 +99,7 @@ fuzz: $(VENV)/installed
 # The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test,
 # and its operators, called from Python, under the first two.
 sanitize: $(VENV)/installed
-	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q \
-	  tests/test_row_kernels.py tests/test_extension.py -k "sanitizers or races"
+	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q tests/test_row_kernels.py -k sanitizers
 	$(BIN)/python -m tests.sanitize --rounds 5
 
 # The packages that fastkd is compared with.

@@ -5,7 +5,7 @@
 Each case is drawn from its seed alone (`tests.support.draw`): sizes, dtypes, backends, masks with
 NaN behind them, layouts, options set at construction or later, autocast, and how work is divided.
 Value and every gradient are compared in float64, the gradient taken in one of `WAYS`; in some calls
-a real number is NaN. Every loss is also compiled, with changing sizes.
+a real number is NaN.
 
 An error is allowed up to the table of `tools/tolerance.py`, relative to the larger of the
 value and of the terms it is made of, plus ten times what rounding the inputs once would change.
@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastkd._core.registry import LOSSES
-from tests.losses import FILES, subjects
+from tests.losses import FILES
 from tests.support import oracles
-from tests.support.compare import TOLERANCE, counted, relative_error
+from tests.support.compare import TOLERANCE
 from tests.support.draw import Case, Draw, poisoned
 from tests.support.gathered import gathered
-from tests.support.subject import D_S, D_T
 
 MAGNIFIED = 16  # so that rounding errors of float64 are measurable in float64
 # How a gradient is taken: in one backward pass, from a retained graph after the receiver of the
@@ -43,41 +42,9 @@ WAYS = ("once", "once", "retained", "batched", "checkpoint", "views")
 FOUND: tuple[tuple[str, str, int], ...] = ()
 
 
-def compiled(draw: Draw) -> str | None:
-    """Check that the loss compiles as few graphs as `kl_div` and gives eager's numbers."""
-    torch.manual_seed(draw.random.randrange(2**30))
-    subject = draw.pick(list(subjects(draw.backend)))
-    call, graphs = counted(subject)
-    yardstick, fewest = counted(lambda x, y: torch.nn.functional.kl_div(x, y, reduction="sum"))
-    repeated = subject.same_size and draw.chance(0.3)
-    for _ in range(4):
-        # More samples and tokens than features: an algorithm may change at equal numbers.
-        B, N = draw.random.randint(14, 40), draw.random.randint(14, 24)
-        yardstick(torch.randn(B, N, D_S), torch.randn(B, N, D_S))
-        x = draw.normal(B, N, D_S).float()
-        student, teacher = x.clone().requires_grad_(), draw.normal(B, N, D_T).float()
-        if repeated:
-            student = teacher = teacher[..., :D_S].contiguous()
-        mask = draw.mask(B, N)
-        found, wanted = call(student, teacher, mask), subject(student, teacher, mask)
-        if relative_error(found, wanted, floor=1e-3) > 1e-4:
-            return f"compiled {subject.name} gives {found}, not {wanted}"
-        if not repeated:
-            gradients = [torch.autograd.grad(x, student)[0] for x in (found, wanted)]
-            if relative_error(*gradients, floor=1e-3) > 1e-3:
-                return f"compiled {subject.name} has another gradient"
-    if len(graphs) > max(2, len(fewest)):  # one more graph for each size that changes
-        return f"{len(graphs)} graphs of {subject.name} where kl_div has {len(fewest)}"
-    return None
-
-
-# Checks that apply to every loss, or to those that compare samples.
-USES = {"compiled": compiled}
-FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = (
-    {name: function for file in FILES.values() for name, function in file.RANDOM.items()}
-    | USES
-    | {"gathered": gathered}
-)
+FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
+    name: function for file in FILES.values() for name, function in file.RANDOM.items()
+} | {"gathered": gathered}
 TORCH_ONLY = {name for loss in LOSSES if not loss.triton for name in FILES[loss.name].RANDOM}
 TORCH_ONLY.add("gathered")  # what is gathered doesn't depend on the kernels
 CPP = {name for loss in LOSSES if loss.cpp for name in FILES[loss.name].RANDOM}
@@ -90,7 +57,7 @@ def backends(name: str) -> tuple[str, ...]:
     """Backends of a function; those that `Draw.function` calls have a reference too."""
     triton = () if name in TORCH_ONLY else ("triton",)
     reference = ("reference",) if "draw.function(" in inspect.getsource(FUNCTIONS[name]) else ()
-    cpp = ("cpp",) if name in CPP | set(USES) else ()
+    cpp = ("cpp",) if name in CPP else ()
     return ("torch", *triton, *cpp, *reference)
 
 
@@ -98,7 +65,7 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     """Description of this case's failure, or None."""
     torch.manual_seed(seed)
     draw = Draw(seed, backend)
-    with contextlib.nullcontext() if name in USES else draw.dividing():
+    with draw.dividing():
         case = FUNCTIONS[name](draw)
         if not isinstance(case, Case):
             return case

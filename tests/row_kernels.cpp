@@ -12,10 +12,6 @@
 #include <thread>
 #include <vector>
 
-#ifdef __SSE2__
-#include <xmmintrin.h>
-#endif
-
 #include "losses/attention/attention.h"
 #include "losses/cos_nce/cos_nce.h"
 #include "losses/hidden_states/hidden_states.h"
@@ -264,65 +260,6 @@ void relation(int64_t n, Type type, std::mt19937& random) {
   });
 }
 
-// Products of n rows, compared with sums in float64.
-template <typename W>
-void products(int64_t n, int64_t D, std::mt19937& random) {
-  std::normal_distribution<double> normal;
-  const int64_t room = room_of<W>(D);
-  std::vector<W> rows(n * room), A(n * n), R(n * n), h(kBlock * room);
-  for (int64_t i = 0; i < n * D; ++i) rows[i / D * room + i % D] = W(normal(random));
-  for (W& a : A) a = W(normal(random));
-  const auto check = [&](W found, int64_t terms, const auto& factors) {
-    double exact = 0, size = 0;
-    for (int64_t k = 0; k < terms; ++k) {
-      const auto [a, b] = factors(k);
-      exact += double(a) * b, size += std::abs(double(a) * b);
-    }
-    if (!(std::abs(found - exact) <= size * (sizeof(W) == 4 ? 3e-6 : 5e-15))) {
-      std::printf("a product of %d rows of %d: %g, not %g\n", int(n), int(D), double(found), exact);
-    }
-  };
-  for (int64_t block = 0; block * kBlock < n; ++block) {
-    multiply_rows(rows.data(), n, D, block, R.data());
-    combine_rows(A.data(), rows.data(), n, D, block, h.data());
-    for (int64_t i = block * kBlock; i < std::min(n, (block + 1) * kBlock); ++i) {
-      const W* row = &rows[i * room];
-      for (int64_t j = i; j < n; j += 5) {
-        check(R[i * n + j], D, [&](int64_t k) { return std::pair{row[k], rows[j * room + k]}; });
-      }
-      for (int64_t d = 0; d < D; d += 7) {
-        check(h[i % kBlock * room + d], n,
-              [&](int64_t k) { return std::pair{A[i * n + k], rows[k * room + d]}; });
-      }
-    }
-  }
-}
-
-// Every float16 number, where the processor flushes subnormal floats to zero.
-void halves() {
-#ifdef __SSE2__
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | 0x8040);
-#endif
-  std::vector<uint16_t> bits(1 << 16), back(1 << 16);
-  for (size_t i = 0; i < bits.size(); ++i) bits[i] = uint16_t(i);
-  std::vector<float> wide(bits.size());
-  widen(bits.data(), Type::kHalf, int64_t(bits.size()), wide.data());
-  narrow(wide.data(), int64_t(bits.size()), Type::kHalf, back.data());
-#ifdef __SSE2__
-  _mm_setcsr(before);
-#endif
-  for (int i = 0; i < 1 << 16; ++i) {
-    const int exponent = i >> 10 & 31, digits = i & 1023;
-    double exact = std::ldexp(exponent ? digits + 1024 : digits, (exponent ? exponent : 1) - 25);
-    if (exponent == 31) exact = digits ? NAN : INFINITY;
-    if (i >> 15) exact = -exact;
-    const bool nan = std::isnan(exact);
-    if (nan ? !std::isnan(wide[i]) : wide[i] != exact) std::printf("half %d is %g\n", i, wide[i]);
-    if (!nan && back[i] != i) std::printf("half %d comes back as %d\n", i, back[i]);
-  }
-}
-
 // |found − exact| in units of the last place of W.
 template <typename W>
 double roundings(W found, long double exact) {
@@ -386,12 +323,6 @@ int main(int, char** arguments) {
   const int rounds = std::atoi(arguments[1]);
   for (int round = 0; round < rounds; ++round) {
     std::mt19937 random(round);
-    for (const int64_t n : {1, 9, 33, 70}) {
-      for (const int64_t D : {1, 31, 100, 1100}) {
-        products<float>(n, D, random);
-        products<double>(n, D, random);
-      }
-    }
     for (const Type type : kTypes) {
       for (const int64_t n : {1, 2, 7, 16, 17, 65, 1030}) {
         layer_norm_mse(n, type, random);
@@ -407,7 +338,6 @@ int main(int, char** arguments) {
       knn(8200, type, random);  // two ranges of features
     }
   }
-  halves();
   std::mt19937 random(rounds);
   exp_and_log(rounds > 1 ? 997 : 99991, random);
 }

@@ -46,7 +46,7 @@ def test_compile(loss):
         return loss(student, teacher, mask) + loss(own[..., :D_S], own, mask)
 
     compiled, graphs = counted(call)
-    # Sizes that the compiler finds out to change are in `tests.fuzz` and below.
+    # Sizes that the compiler finds out to change are below.
     for batch in (13, 16):  # more samples than features: CCA's cheaper side is one
         student, teacher = features(batch=batch)
         mask = padding(batch)

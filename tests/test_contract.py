@@ -112,13 +112,6 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-def test_readme_example_runs(capsys):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    example = readme.split("```python\n")[1].split("```")[0]
-    exec(example, {})
-    assert "torch.Size([8, 32, 384])" in capsys.readouterr().out
-
-
 def test_import_loads_neither_triton_nor_the_extras():
     """Resolving all public names imports neither triton nor a package of the extras."""
     code = (

@@ -74,7 +74,7 @@ def test_no_gradient_is_computed_without_requires_grad(loss):
     made = []
     for needed in (False, False, True):  # a warning that is given once comes from the first call
         loss.requires_grad_(needed)
-        with torch.no_grad(), _Operations() as operations:
+        with torch.set_grad_enabled(not needed), _Operations() as operations:
             loss(student.requires_grad_(needed), teacher, padding() if loss.masked else None)
         made.append([name for name in operations.names if name != "aten.detach.default"])
     assert made[1] == made[2]

@@ -1,11 +1,9 @@
-"""The compiled matrix roots: parity with float64 eigh, registration, the CUDA source."""
+"""The compiled matrix roots: parity with float64 eigh, registration.
+
+The CUDA kernels as nvcc compiles them: tests/ptx/test_roots.py.
+"""
 
 import functools
-import os
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ import torch
 import setup as recipe
 from fastkd._core import extension
 from tests.support.compare import relative_error
-from tests.support.lanes import eigh_by_threads
 from tools import cuda_source
 
 from .test_linalg import with_eigenvalues
 
-ROOT = Path(__file__).resolve().parent.parent
 needs_extension = pytest.mark.skipif(
     not extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
 )
@@ -56,18 +52,6 @@ def check_eigh(a: torch.Tensor, values: torch.Tensor, vectors: torch.Tensor) -> 
     assert relative_error(vectors.mT @ vectors, identity.expand_as(a)) <= 1e-13
 
 
-@pytest.mark.parametrize(
-    "n, warps",
-    [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
-    + [(n, 0) for n in (1, 2, 3, 4, 16, 31, 32)],
-)
-def test_eigenvectors_of_the_cuda_source_on_threads(n, warps):
-    """The CUDA kernels' source with a thread for each lane, three in a warp; 0: one warp only."""
-    for kind in KINDS if n < 16 else ["condition 1e+08", "rank-deficient", "repeated"]:
-        a = matrix(n, kind)
-        check_eigh(a, *eigh_by_threads(a, warps))
-
-
 @needs_extension
 @pytest.mark.parametrize("n", [0, 1, 2, 33, 129, 300])
 def test_eigenvalues_and_vectors(n, op_device):
@@ -91,77 +75,6 @@ def test_matrices_of_low_rank_converge(kept, smallest, op_device):
     values = (torch.arange(n) % kept == 0) * torch.linspace(1.0, smallest, n)
     a = with_eigenvalues(values.expand(8, n)).to(op_device)
     check_eigh(a.cpu(), *(x.cpu() for x in torch.ops.fastkd.eigh(a)))
-
-
-@needs_extension
-@pytest.mark.parametrize("exponent", [-1060, -950, -600, 600, 1018])
-def test_scales_by_powers_of_two_change_no_bit(exponent, op_device):
-    """Matrices below the least normal number are zero."""
-    a = with_eigenvalues(torch.linspace(1.0, 0.1, 40).expand(2, 40))
-    a[1] = a[1].tril(3).triu(-3)
-    scale = torch.tensor(2.0).double().ldexp(torch.tensor(exponent - 1))
-    for solve in (torch.ops.fastkd.eigh, functools.partial(eigh_by_threads, warps=2)):
-        (values, vectors), (scaled, same) = solve(a), solve(a * scale)
-        if exponent == -1060:
-            assert not scaled.any() and torch.equal(same, torch.eye(40).double().expand_as(a))
-        else:
-            assert torch.equal(scaled, values * scale) and torch.equal(same, vectors)
-
-
-@pytest.mark.slow
-def test_cuda_source_has_no_races_between_lanes(tmp_path):
-    """The CUDA kernels' source on threads, watched by ThreadSanitizer; and with a barrier less."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    source = (ROOT / "csrc/linalg/eigen_lanes.h").read_text()
-    functions = ["double load(", "void tridiagonalise(", "void reduce_by_columns(", "Sweep next("]
-    for i, name in enumerate(functions):
-        barrier = re.compile(r"lanes_?\.sync\(\);").search(source, source.index(name))
-        source = f"{source[: barrier.start()]}if (left_out != {i}) {source[barrier.start() :]}"
-    left_out = 'inline const int left_out = std::atoi(std::getenv("LEFT_OUT"));'
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    (tmp_path / "csrc/linalg/eigen_lanes.h").write_text(f"#include <cstdlib>\n{left_out}\n{source}")
-    (tmp_path / "tests").mkdir()
-    for name in ("lane_races.cpp", "thread_lanes.h"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
-    command = [compiler, "-std=c++17", "-O1", "-fsanitize=thread", "-Icsrc", "tests/lane_races.cpp"]
-    built = subprocess.run([*command, "-o", "races"], cwd=tmp_path, capture_output=True, text=True)
-    if built.returncode:
-        assert "sanitize" in built.stderr, built.stderr
-        pytest.skip("the compiler has no ThreadSanitizer")
-    for i in range(-1, len(functions)):
-        # Threads that share a core may run in order by chance if the barrier is missing.
-        for _ in range(1 if i < 0 else 30):
-            run = subprocess.run(
-                ["./races"],
-                cwd=tmp_path,
-                env=os.environ | {"LEFT_OUT": str(i)},
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            if "FATAL: ThreadSanitizer" in run.stderr:
-                pytest.skip("ThreadSanitizer can't run here")
-            if "data race" in run.stderr:
-                break
-        assert i >= 0 or not run.stdout, run.stdout
-        assert ("data race" in run.stderr) == (i >= 0), run.stderr
-
-
-@needs_extension
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_inf_stay_in_their_matrix(value, op_device):
-    for n in (1, 2, 5, 40):
-        a = with_eigenvalues(torch.rand(4, n) + 0.5)
-        a[2, n - 1, 0] = value
-        for result in (
-            torch.ops.fastkd.eigh(a.to(op_device)),
-            *(eigh_by_threads(a, warps) for warps in (0, 2)),
-        ):
-            for x in result:
-                assert x[2].isnan().all()
-                assert x[[0, 1, 3]].isfinite().all()
 
 
 @needs_extension

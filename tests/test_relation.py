@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from fastkd.losses.relation import FCDLoss, relation_loss, relation_loss_ref
 from tests.support.compare import (
     assert_matches_reference,
-    counted,
     every_two_meet,
     relative_error,
     value_and_grad,
@@ -23,10 +22,6 @@ SIZES = (9, 140)
 def shape_of(over, groups, members):
     """Shape (B, N) of features with this number and size of relations."""
     return (groups, members) if over == "tokens" else (members, groups)
-
-
-def ragged(B, N):
-    return torch.arange(N) < (torch.arange(1, B + 1) * N // B)[:, None]
 
 
 @pytest.mark.parametrize(("over", "members", "side"), every_two_meet(OVER, SIZES, (0, 1)))
@@ -70,23 +65,6 @@ def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, members, 
     assert error.norm() <= 2 * (moved - exact).norm() + 1e-4
 
 
-@pytest.mark.thorough
-def test_layer_passed_twice_compiles(backend, device):
-    """Dynamo rejects repeated tensors in autograd functions: here student and teacher layers."""
-    a, b, c, d = torch.randn(4, 3, 9, 8, device=device)
-    students, teachers = [a.requires_grad_(), a, b], [c, d, d]
-    layers = FCDLoss(backend=backend)
-
-    def loss(students, teachers):
-        return layers(students, teachers) + layers(students[:1], [students[0].detach()])
-
-    actual, graphs = counted(loss)
-    values = [call(students, teachers) for call in (actual, loss)]
-    torch.testing.assert_close(*values)
-    torch.testing.assert_close(*(torch.autograd.grad(x, a) for x in values))
-    assert len(graphs) == 1
-
-
 def test_segments_under_a_default_device_and_in_a_graph():
     features, segments = torch.randn(2, 6, 4), torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])
     expected = relation_loss(features, features.sin(), segments=segments)
@@ -97,15 +75,9 @@ def test_segments_under_a_default_device_and_in_a_graph():
         compiled(features, features, segments=segments)
 
 
-@pytest.mark.thorough
-def test_terms_in_a_graph(backend, device):
-    student = torch.randn(3, 9, 8, device=device, requires_grad=True)
-    teacher, mask = torch.randn(3, 9, 5, device=device), ragged(3, 9).to(device)
-    module = FCDLoss(0.4, 3.0, backend=backend)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    found, wanted = (call(student, teacher, mask, return_terms=True) for call in (compiled, module))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(x[0], student) for x in (found, wanted)))
-    assert list(found[1]) == ["tokens", "samples"]
-    assert not any(x.requires_grad for x in found[1].values())
+def test_terms_are_named_and_detached():
+    student, teacher = torch.randn(3, 9, 8, requires_grad=True), torch.randn(3, 9, 5)
+    terms = FCDLoss(0.4, 3.0)(student, teacher, return_terms=True)[1]
+    assert list(terms) == ["tokens", "samples"]
+    assert not any(x.requires_grad for x in terms.values())
     assert list(FCDLoss(0, 2.0)(student, teacher, return_terms=True)[1]) == ["samples"]

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,30 +80,6 @@ def test_small_float16_values_with_flushed_subnormals(name):
     finally:
         torch.set_flush_denormal(False)
     torch.testing.assert_close(found, wanted)
-
-
-HERE = torch.backends.cpu.get_cpu_capability()
-OLDER = ("default", "avx2") if HERE == "AVX512" else ("default",)
-RANDOM_CALLS = """
-from tests import fuzz
-for name in sorted(fuzz.CPP):
-    for seed in range(3):
-        if failure := fuzz.checked(name, "cpp", seed):
-            print(name, seed, failure)
-"""
-
-
-@pytest.mark.thorough  # in CI `make test-machines` runs the losses' tests on one of them
-@needs_extension
-@pytest.mark.parametrize("kind", OLDER)
-def test_kernels_of_older_processors(kind):
-    """Every instruction set has its kernels; other tests run this processor's."""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": kind, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", RANDOM_CALLS],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0 and not run.stdout, run.stdout + run.stderr
 
 
 @needs_extension
@@ -194,39 +169,3 @@ def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
     if "FATAL: ThreadSanitizer" in run.stderr:
         pytest.skip("ThreadSanitizer can't run here")
     assert run.returncode == 0 and not run.stdout and not run.stderr, run.stdout + run.stderr
-
-
-class _Made(TorchDispatchMode):
-    """Record the number of tensors that each row kernel returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if function.namespace == "fastkd_cpp":
-            self.counts.append(len(made))
-        return made
-
-
-ONE_VISIT = {
-    "layer_norm_mse": lambda x, y: fastkd.layer_norm_mse(x, y),
-    "attention_loss": lambda x, y: fastkd.attention_loss(x, y),
-    "cos_nce_loss": lambda x, y: fastkd.cos_nce_loss(x, y),
-    "knn_feature_loss": lambda x, y: fastkd.knn_feature_loss(x, y, torch.tensor([0, 1, 0])),
-}
-
-
-@needs_extension
-@pytest.mark.parametrize("name", ONE_VISIT)
-def test_one_call_computes_loss_and_gradient(name):
-    """A kept graph has the same gradient again; without requires_grad no gradient is computed."""
-    x, y = torch.randn(2, 3, 2, 5, 5).unbind()
-    with _Made() as made:
-        value = ONE_VISIT[name](x.requires_grad_(), y)
-        first, again = (torch.autograd.grad(value, x, retain_graph=True)[0] for _ in range(2))
-        assert made.counts == [2]
-        ONE_VISIT[name](x.detach(), y)
-        assert made.counts == [2, 1]
-    torch.testing.assert_close(first, again, rtol=0, atol=0)

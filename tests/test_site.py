@@ -50,13 +50,6 @@ def equations(page: Path) -> list[str]:
     return [line for fence in fences for line in fence.strip().splitlines()]
 
 
-def test_equations_have_the_colour_of_the_text():
-    drawn = site.equation("a < b\n\\frac{1}{2}")
-    assert drawn.count("<svg") == drawn.count("</svg>") == 2
-    assert 'aria-label="a &lt; b"' in drawn and "currentColor" in drawn
-    assert "fff" not in drawn and "<metadata" not in drawn
-
-
 def test_arguments_on_one_line_become_separate_entries():
     written = site.for_the_site("One.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.")
     assert written.splitlines()[3:] == [
@@ -65,11 +58,6 @@ def test_arguments_on_one_line_become_separate_entries():
     assert site.for_the_site("One.\n\n>>> 1\n1").splitlines()[2:] == [
         "Examples:", "    >>> 1", "    1",
     ]  # fmt: skip
-
-
-def test_links_out_of_the_docs_are_recognised():
-    assert site.target("../examples/fsdp2.py", "any_loop.md") == "examples/fsdp2.py"
-    assert site.target("../distill.md", "studies/README.md") is None
 
 
 def test_pictures_are_small_and_on_a_page():

@@ -18,7 +18,6 @@ SECONDS = 60
 CASES = [
     pytest.param(name, backend, marks=MARKS.get(backend, ()), id=f"{backend}: {name}")
     for name in fuzz.FUNCTIONS
-    if name not in fuzz.USES  # seconds each; test_compile.py compiles every loss
     for backend in fuzz.backends(name)
 ]
 

@@ -26,26 +26,6 @@ from fastkd.kernels import soft_targets as kernels
 from tests.kernels.launches import count_launches
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_few_launches(device, divergence):
-    student = torch.randn(2, 3, 40, device=device, requires_grad=True)
-    teacher = torch.randn(2, 3, 40, device=device)
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device)
-    with count_launches() as launches:
-        soft_target_loss(
-            student, teacher, divergence=divergence, mask=mask, temperature=2.0, backend="triton"
-        ).backward()
-    assert launches.of_triton() == [
-        "count_kernel",
-        "adaptive_kl_kernel" if divergence == "adaptive_kl" else "soft_target_kernel",
-        "reduce_kernel",
-        "upstream_kernel",
-    ]
-    # The interpreter on the CPU also looks whether the mask holds only 0 and 1, and a 1.
-    checks = 7 if device.type == "cpu" else 0
-    assert len(launches) - checks <= 8, launches
-
-
 @pytest.mark.parametrize(
     ("divergence", "V", "dtype"),
     every_two_meet(
@@ -64,40 +44,33 @@ def test_block_edges(device, divergence, V, dtype):
     assert_matches_reference(*functions, "triton", student, top, gradient_floor=1e-5, **options)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
-def test_few_launches_for_a_top_k(device, tail):
-    student = torch.randn(6, 40, device=device, requires_grad=True)
-    log_probs, ids = torch.randn(6, 40, device=device).log_softmax(-1).topk(3)
-    top = fastkd.TopK(ids, log_probs, tail)
-    with count_launches() as launches:
-        soft_target_loss(student, top, backend="triton").backward()
-    assert launches.of_triton() == [
-        "top_k_outcomes_kernel",
-        "soft_target_kernel",
-        "reduce_kernel",
-        "top_k_gradient_kernel",
-    ]
+@pytest.mark.parametrize("form", ["mean", "rows", "labels"])
+def test_few_passes_over_a_chunk_of_logits(device, form):
+    """Two products make the logits, a kernel turns them into the gradient, two products more.
 
-
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_few_passes_over_a_chunk_of_logits(device, reduction):
-    """Two products make the logits, a kernel turns them into the gradient, two products more."""
-    hidden = torch.randn(6, 8, device=device, requires_grad=True)
-    weight = torch.randn(40, 8, device=device, requires_grad=True)
+    Of labels alone one makes them. Single rows wait for their upstream gradient.
+    """
+    hidden, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (6, 40))
     teacher = torch.randn(6, 8, device=device), torch.randn(40, 8, device=device)
+    options, again = {"chunk_bytes": 3 * 40 * 8}, 2 * (form == "rows")
+    if form == "labels":
+        task = fastkd.CrossEntropy(torch.arange(6, device=device), 0.5)
+        options = {"soft_weight": 0.0, "task": task, "chunk_bytes": 3 * 40 * 4}
     with count_launches() as launches:
         loss = linear_soft_target_loss(
-            hidden, weight, *teacher, reduction=reduction, chunk_bytes=3 * 40 * 8, backend="triton"
-        )
+            hidden, weight, *teacher, reduction="none" if again else "batchmean",
+            backend="triton", **options,
+        )  # fmt: skip
         loss.sum().backward()
-    again = 2 if reduction == "none" else 0  # single rows wait for their upstream gradient
-    assert launches.of_triton() == ["soft_target_kernel"] * (again + 2)
+    kernel = "cross_entropy_kernel" if form == "labels" else "soft_target_kernel"
+    assert launches.of_triton() == [kernel] * (again + 2)
     products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]
-    assert len(products) == 2 * again + 4 * 2, launches
-    # Besides: each chunk's losses and dh in their places.
+    assert len(products) == 2 * again + (3 if form == "labels" else 4) * 2, launches
+    # Besides each chunk's losses and dh in their places and a few operations on rows: more of them
+    # on a GPU, where Python doesn't read which labels count.
     others = [name for name in launches if name.startswith("aten.") and name not in products]
     assert others.count("aten.copy_.default") == again + 2 * 2, launches
-    assert len(others) <= 20, others
+    assert len(others) <= (30 if device.type == "cuda" and form == "labels" else 22), others
 
 
 OTHERS = [fastkd.Divergence(name) for name in NAMES if name not in DIVERGENCES]
@@ -118,37 +91,6 @@ def test_long_rows(device, divergence):
     plain = value_and_grad(soft_target_loss_ref, student, teacher, **options)
     for x, exact, reference in zip(found, right, plain, strict=True):
         assert_accurate(x, exact, torch.float32, reference)
-
-
-def head_by_sorting(p_t):
-    """The longest prefix of the descending order with at most half of the mass, at least one."""
-    ranked, order = p_t.sort(descending=True, stable=True)
-    count = max(int((ranked.cumsum(-1) <= 0.5).sum()), 1)
-    return order[:count]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "spread", "vocabulary"),
-    every_two_meet(
-        [torch.float32, torch.float16, torch.bfloat16], [0.0, 0.01, 1.0, 8.0], [7, 130, 1030]
-    ),
-)
-def test_adaptive_head_is_the_sorted_one(device, dtype, spread, vocabulary):
-    # Student and teacher differ in one word, so the share of the head is the share of that word
-    # and of its neighbours by renormalisation; the value then tells where the head ends.
-    teacher = (spread * torch.randn(4, vocabulary, device=device)).to(dtype)
-    student = teacher.clone()
-    for row in range(4):
-        head = head_by_sorting(torch.softmax(teacher[row].double(), -1))
-        student[row, head[-1]] += 2.0
-    value = soft_target_loss(
-        student, teacher, divergence="adaptive_kl", reduction="none", backend="triton"
-    )
-    right = soft_target_loss_ref(
-        student.double(), teacher.double(), divergence="adaptive_kl", reduction="none"
-    )
-    reference = soft_target_loss_ref(student, teacher, divergence="adaptive_kl", reduction="none")
-    assert_accurate(value, right, torch.float32, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,12 +145,3 @@ def test_adaptive_kl_of_close_distributions(device, raised, tolerance):
     value = soft_target_loss(student, teacher, divergence="adaptive_kl", backend="triton")
     right = soft_target_loss_ref(student.double(), teacher.double(), divergence="adaptive_kl")
     torch.testing.assert_close(value.double(), right, rtol=tolerance, atol=0)
-
-
-def test_gradients_are_filled_into_contiguous_rows():
-    student = torch.randn(2, 2, 5)[0]
-    with pytest.raises(AssertionError, match="finds the rows of dstudent by V alone"):
-        kernels.fill(
-            student, student, None, None, None, torch.empty(2), torch.empty(2, 10)[:, ::2],
-            "forward_kl", 1.0, 1.0, 1.0, 0.0, False,
-        )  # fmt: skip

@@ -1,6 +1,5 @@
 """COS-NCE: `cos_nce`, the oracle, and the tables of `tests/losses/__init__.py`."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,6 @@ from tests.support.draw import (
     Case,
     Draw,
     by_norm,
-    module_case,
     projected_slopes,
     reduced,
 )
@@ -123,61 +121,45 @@ def slope_through(rows: Tensor, weight: Tensor) -> float:
 
 
 def random_cos_nce_module(draw: Draw) -> Case:
+    """A layer or lists of layers, pooled or with their negatives."""
     B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH)
-    pool, reduction = draw.pick(["tokens", "cls", "mean"]), draw.pick(["mean", "sum"])
+    layers = range(draw.pick([1, 1, 2, 3]))
+    pool, reduction = draw.pick(["tokens", "tokens", "cls", "mean"]), draw.pick(["mean", "sum"])
     module = draw.module(
         functools.partial(fastkd.CosNCELoss, D_s, D_t), pool=pool, reduction=reduction
     )
+    if draw.dtype == torch.float64:
+        module.double()
     mask, labels = draw.mask(B, N), draw.labels(B) if draw.chance(0.5) else None
     real = mask if pool == "tokens" else mask.any(1, keepdim=True)
+    count = max(int(real.sum()), 1) if reduction == "sum" else 1
+    banked = pool == "tokens" and labels is None and draw.chance(0.5)
+    students = {f"s{i}": draw.features(B, N, D_s) for i in layers}
+    teachers = {f"t{i}": draw.features(B, N, D_t) for i in layers}
+    banks = {f"n{i}": draw.features(4, N, D_t) for i in layers if banked}
 
     def compared(x: Tensor) -> Tensor:
         return x if pool == "tokens" else oracles.pooled(x, mask, pool)[:, None]
 
-    def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
-        projected = compared(student) @ parameters["W.weight"].mT
-        return reduced(*cos_nce(projected, compared(teacher), None, labels, real), reduction)
-
-    def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
-        rows, weight = compared(student), inputs["W.weight"]
-        size, _ = projected_slopes(rows[real], weight)
-        size *= int(real.sum()) if reduction == "sum" else 1
-        return {"student": slope_through(rows, weight), "W.weight": size}
-
-    case = module_case(
-        draw, module, oracle, (B, N, D_s, D_t), mask,
-        scale=float(max(int(real.sum()), 1)) if reduction == "sum" else 1.0, labels=labels,
-    )  # fmt: skip
-    return dataclasses.replace(case, slope=None, parameter_slopes=slopes)
-
-
-def random_layers(draw: Draw) -> Case:
-    """Lists of layers, and their negatives."""
-    B, N, D_s, D_t = (draw.size() for _ in range(4))
-    layers, banked = draw.pick([2, 3]), draw.chance(0.5)
-    module, mask = draw.module(functools.partial(fastkd.CosNCELoss, D_s, D_t)), draw.mask(B, N)
-    if draw.dtype == torch.float64:
-        module.double()
-    students = {f"s{i}": draw.features(B, N, D_s) for i in range(layers)}
-    teachers = {f"t{i}": draw.features(B, N, D_t) for i in range(layers)}
-    banks = {f"n{i}": draw.features(4, N, D_t) for i in range(layers) if banked}
-
     def call(mask: Tensor | None, **x: Tensor) -> Tensor:
-        negatives = [x[n] for n in banks] if banked else None
-        sides = [x[n] for n in students], [x[n] for n in teachers]
-        return module(*sides, mask, negatives=negatives)
+        sides = [[x[name] for name in names] for names in (students, teachers, banks)]
+        if len(layers) == 1:  # without a list
+            sides = [side[0] if side else None for side in sides]
+        negatives = sides[2] if banked else None
+        return module(*sides[:2], mask, labels=labels, negatives=negatives)
 
     def oracle(**x: Tensor) -> Tensor:
         losses = []
-        for i in range(layers):
-            projected, bank = x[f"s{i}"] @ x["W.weight"].mT, x.get(f"n{i}")
-            losses.append(reduced(*cos_nce(projected, x[f"t{i}"], bank, None, mask), "mean"))
+        for i in layers:
+            projected, bank = compared(x[f"s{i}"]) @ x["W.weight"].mT, x.get(f"n{i}")
+            found = cos_nce(projected, compared(x[f"t{i}"]), bank, labels, real)
+            losses.append(reduced(*found, reduction))
         return torch.stack(losses).mean()
 
     def slopes(**x: Tensor) -> dict[str, float]:
-        rows, weight = torch.cat([x[n][mask] for n in students]), x["W.weight"]
-        own = {n: slope_through(x[n], weight) for n in students}
-        return own | {"W.weight": projected_slopes(rows, weight)[0]}
+        rows, weight = {name: compared(x[name]) for name in students}, x["W.weight"]
+        size, _ = projected_slopes(torch.cat([y[real] for y in rows.values()]), weight)
+        return {n: slope_through(y, weight) for n, y in rows.items()} | {"W.weight": size * count}
 
     return Case(
         call,
@@ -188,6 +170,8 @@ def random_layers(draw: Draw) -> Case:
         module=module,
         mask=mask,
         masked=(*students, *teachers),
+        autocast=draw.chance(0.5),
+        scale=float(count),
         parameter_slopes=slopes,
     )
 
@@ -195,7 +179,6 @@ def random_layers(draw: Draw) -> Case:
 RANDOM = {
     "cos_nce": random_cos_nce,
     "cos_nce_module": random_cos_nce_module,
-    "cos_nce_layers": random_layers,
 }
 
 
@@ -235,6 +218,9 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "zeros", lambda s: loss(s, y), 0 * x, 2.0, 0.0
     yield "zero teacher", lambda s: loss(s, 0 * y), x, 2.0, 0.0
     yield "no features", lambda s: loss(s, y[..., :0]), x[..., :0], 2.0, 0.0
+    with torch.inference_mode():
+        bank = torch.randn(5, 3, 6)
+    yield "a bank of inference mode", lambda s: loss(s, y, negatives=bank), x, None, None
     for name, options in (
         ("one sample", {}),
         ("one label", {"labels": torch.full((4,), 2)}),

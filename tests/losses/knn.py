@@ -336,6 +336,9 @@ def bad() -> Iterator[tuple[str, Callable]]:
     ):
         right = {"student": x, "teacher": y, "student_labels": zeros}
         yield words, functools.partial(fastkd.knn_feature_loss, **right | change)
+    bank = torch.randn(40, 8), zeros, torch.zeros(40)
+    many = functools.partial(fastkd.knn_feature_loss, x, *bank, k=33, backend="triton")
+    yield "at most 32 neighbours, got 33", many
     tokens, labels = torch.randn(2, 3, 4), torch.arange(2)
     mask, rows = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.randn(2, 4)
     loss = fastkd.IntraClassKNNLoss(pool="mean")

@@ -28,51 +28,47 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
 
     A probability that ``working`` can't hold is 0, and weighs nothing even against an infinity.
     """
-    log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
     p_s, p_t = (_held(x / temperature, working) for x in (student, teacher))
-    if getattr(divergence, "name", "js") in ("forward_kl", "reverse_kl", "adaptive_kl"):
-        divergence = divergence.name
-    if isinstance(divergence, Divergence):
-        return divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence)
-    if divergence == "js":
-        return (_kl(p_t, log_t, log_m) + _kl(p_s, log_s, log_m)) / 2
-    forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
-    if divergence == "forward_kl":
-        return forward
-    if divergence == "reverse_kl":
-        return reverse
-    weights = [
-        _head_weight(s, t)
-        for s, t in zip(*(p.detach().reshape(-1, p.shape[-1]) for p in (p_s, p_t)), strict=True)
-    ]
-    w = torch.tensor(weights, dtype=student.dtype).reshape(student.shape[:-1])
-    return torch.where(w == 0, 0, w * forward) + torch.where(w == 1, 0, (1 - w) * reverse)
+    logs = ((x / temperature).log_softmax(-1) for x in (student, teacher))
+    return between(p_s, p_t, *logs, divergence)
 
 
-def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) -> Tensor:
+def between(p_s, p_t, log_s, log_t, divergence: str | Divergence) -> Tensor:
+    """The divergence of distributions, named by a word or by an object."""
+
     def log_mixture(p: Tensor, q: Tensor, share: float) -> Tensor:
         m = share * p + (1 - share) * q
         # Half of the least subnormal number is 0.
         return torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
 
+    of = Divergence(divergence) if isinstance(divergence, str) else divergence
     forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
-    if divergence.name == "js":
-        beta = divergence.beta
+    if of.name == "forward_kl":
+        return forward
+    if of.name == "reverse_kl":
+        return reverse
+    if of.name == "js":
+        beta = of.beta
         log_m = log_mixture(p_t, p_s, beta)
         return beta * _kl(p_t, log_t, log_m) + (1 - beta) * _kl(p_s, log_s, log_m)
-    if divergence.name == "skew_kl":
-        return _kl(p_t, log_t, log_mixture(p_t, p_s, divergence.skew))
-    if divergence.name == "skew_reverse_kl":
-        return _kl(p_s, log_s, log_mixture(p_s, p_t, divergence.skew))
-    if divergence.name == "total_variation":
+    if of.name == "skew_kl":
+        return _kl(p_t, log_t, log_mixture(p_t, p_s, of.skew))
+    if of.name == "skew_reverse_kl":
+        return _kl(p_s, log_s, log_mixture(p_s, p_t, of.skew))
+    if of.name == "total_variation":
         return (p_t - p_s).abs().sum(-1) / 2
-    if divergence.name in ("negative_log_acceptance", "lk"):
+    if of.name in ("negative_log_acceptance", "lk"):
         accepted = torch.minimum(p_t, p_s).sum(-1)
-        if divergence.name == "lk":
-            share = torch.exp(-divergence.rate * accepted.detach())
+        if of.name == "lk":
+            share = torch.exp(-of.rate * accepted.detach())
             return share * forward + (1 - share) * (1 - accepted)
         return -torch.where(accepted == 0, 1, accepted).log()
-    return divergence.mix * forward + (1 - divergence.mix) * reverse
+    if of.name == "mixed":
+        return of.mix * forward + (1 - of.mix) * reverse
+    flat = (p.detach().reshape(-1, p.shape[-1]) for p in (p_s, p_t))
+    weights = [_head_weight(s, t) for s, t in zip(*flat, strict=True)]
+    w = torch.tensor(weights, dtype=p_s.dtype).reshape(p_s.shape[:-1])
+    return torch.where(w == 0, 0, w * forward) + torch.where(w == 1, 0, (1 - w) * reverse)
 
 
 def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, temperature, divergence):
@@ -90,9 +86,7 @@ def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, tempera
         of_words, p_t = torch.cat([of_words, rest], -1), torch.cat([p_t, of_teacher], -1)
     q_s, q_t = (p / p.sum(-1, keepdim=True) for p in (of_words, p_t))
     logs = (torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t))
-    if isinstance(divergence, Divergence):
-        return divergence_with_coefficient(q_s, q_t, *logs, divergence)
-    return soft_targets(*logs, 1.0, divergence)
+    return between(q_s, q_t, *logs, divergence)
 
 
 def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperature, divergence):
@@ -108,10 +102,7 @@ def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperatur
     else:
         others = (x.logsumexp(-1, keepdim=True) for x in rest)
         logs = [torch.cat(pair, -1) for pair in zip(logs, others, strict=True)]
-    if isinstance(divergence, Divergence):
-        value = divergence_with_coefficient(*(x.exp() for x in logs), *logs, divergence)
-    else:
-        value = soft_targets(*logs, 1.0, divergence)
+    value = between(*(x.exp() for x in logs), *logs, divergence)
     if unmatched == "sorted" and all(x.shape[-1] for x in rest):
         longest = max(x.shape[-1] for x in rest)
         s, t = (
@@ -120,13 +111,6 @@ def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperatur
         )
         value = value + (s - t).abs().sum(-1)
     return value
-
-
-def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-probabilities of student, teacher and their mixture."""
-    log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
-    m = (log_s.exp() + log_t.exp()) / 2
-    return log_s, log_t, torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
 
 
 def _held(z: Tensor, working: torch.dtype) -> Tensor:
@@ -154,9 +138,9 @@ def gradient_terms(student, teacher, working, temperature, divergence) -> Tensor
     A student that is sure of a word has a gradient p (log p/q − KL) of nearly 0 there, but a
     rounding of the two logarithms makes one of their size.
     """
-    log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
+    log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
     p_s, p_t = log_s.exp(), log_t.exp()
-    other = log_m if divergence == "js" else log_t
+    other = ((p_s + p_t) / 2).log() if divergence == "js" else log_t
     # Equal distributions have a ratio of rounding errors only, a few of the logarithms' and one of
     # the sum of exponentials, which is 1 or more.
     ratio = (log_s - other).abs() + 0.05 * (log_s.abs() + other.abs())
@@ -173,9 +157,7 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     gap = (p_t - p_s).abs()
     for place, i in enumerate(p_t.argsort(descending=True, stable=True).tolist()):
         mass += p_t[i].item()
-        if (
-            place > 0 and mass > 0.5 + 1e-12
-        ):  # half of the equal tokens has probability ½, up to rounding
+        if place > 0 and mass > 0.5 + 1e-12:  # half of equal tokens has mass ½, up to rounding
             break
         head += gap[i].item()
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
@@ -190,27 +172,27 @@ def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def random_soft_targets(draw: Draw) -> Case:
-    V = draw.pick([*SIZES, *SIZES, 129, 300, 1030, 2500, 4100])
+    """A call with logits, against logits, those of a matched vocabulary, or a top k."""
     shape = draw.pick([(draw.size(zero=True),), (draw.size(), draw.pick([1, 3])), ()])
-    options = {
-        "temperature": draw.pick([0.5, 1.0, 2.5, 20.0, 100.0]),
-        "divergence": draw.pick(DIVERGENCES) if draw.chance(0.6) else _any_divergence(draw),
-    }
-    reduction, t2 = draw.pick(REDUCTIONS), draw.chance(0.5)
+    R = math.prod(shape)
+    of = RandomTeacher(draw, R, ("logits", "logits", "match", "top k"))
+    plain = of.kind == "logits"
+    tau = draw.pick([0.5, 1.0, 2.5, 20.0, 100.0] if plain else [1.0, 2.5])
+    reduction, t2 = draw.pick(REDUCTIONS), plain and draw.chance(0.5)
     denominator = None
     if reduction == "batchmean" and draw.chance(0.5):
         kinds = torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64
         denominator = draw.pick([3, 2.5, *(torch.tensor(7, dtype=kind) for kind in kinds)])
     mask = draw.mask(*shape)
-    extra = draw.pick([0] * 5 + [3])  # columns beyond the vocabulary
-    student, teacher = (draw.features(*shape, V + i * extra, scales=(0.01, 100.0)) for i in (1, 2))
+    scales = {"logits": (0.01, 100.0), "match": (0.5, 5.0), "top k": (0.01, 5.0)}[of.kind]
+    student, teacher = (draw.features(*shape, n, scales=scales) for n in (of.V, of.V_t))
     if draw.chance(0.1):
         teacher = teacher.round()  # many equal tokens
-    if draw.chance(0.2) and V > 2:  # entries that are invalid for both distributions, or for one
-        of_one = isinstance(options["divergence"], str) and draw.chance(0.3)
+    if plain and draw.chance(0.2) and of.used > 2:  # entries invalid for both, or for one
+        of_one = isinstance(of.divergence, str) and draw.chance(0.3)
         for side in (draw.pick([student, teacher]),) if of_one else (student, teacher):
             side[..., 0] = -torch.inf
-    factor = options["temperature"] ** 2 if t2 else 1.0
+    factor = tau**2 if t2 else 1.0
     weights = draw.normal(*shape) if draw.chance(0.3) else None
     factors = factor if weights is None else factor * weights
     working = torch.float64 if draw.dtype == torch.float64 else torch.float32
@@ -218,53 +200,70 @@ def random_soft_targets(draw: Draw) -> Case:
     if reduction == "batchmean":
         count = mask.sum().clamp_min(1) if denominator is None else denominator
 
-    def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        sides = (
-            torch.where(mask[..., None], z[..., :V], 0) for z in (student_logits, teacher_logits)
-        )
-        rows = soft_targets(*sides, **options, working=working) * factors
+    def oracle(student_logits: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+        sides = student_logits, student_logits if teacher_logits is None else teacher_logits
+        sides = (torch.where(mask[..., None], z, 0).reshape(R, z.shape[-1]) for z in sides)
+        rows = of.soft(*sides, tau, working).view(shape) * factors
         rows = torch.where(mask, rows, 0)
         return rows if reduction == "none" else rows.sum() / count
 
-    common = {**options, "reduction": reduction, "scale_by_t2": t2}
+    common = {"temperature": tau, "divergence": of.divergence}
+    common |= {"reduction": reduction, "scale_by_t2": t2}
     rest = {"denominator": denominator, "weights": weights}
-    call = functools.partial(draw.function("soft_target_loss"), **common, **rest)
-    if extra:
-        call = functools.partial(call, vocabulary=V)
-    elif draw.backend != "reference" and draw.chance(0.5):
-        call = functools.partial(draw.module(fastkd.SoftTargetLoss, **common), **rest)
-    student_rows, teacher_rows = student[..., :V], teacher[..., :V]
-    unsure = nearly_held(student_rows, teacher_rows, options["temperature"], working)
-    if getattr(options["divergence"], "name", "") == "negative_log_acceptance":
-        # A sum of probabilities that are subnormal may be 0, and its logarithm infinite.
-        both = [
-            (z.double() / options["temperature"]).softmax(-1) for z in (student_rows, teacher_rows)
-        ]
-        unsure |= torch.minimum(*both).sum(-1) < V * torch.finfo(working).tiny
-    if draw.backend == "reference" and (teacher == -torch.inf).any():
-        # Of an infinite loss autograd makes 0·∞ of a probability of 0.
-        never = (student_rows / options["temperature"]).softmax(-1) == 0
-        exact = soft_targets(student_rows, teacher_rows, **options, working=working)
-        unsure |= never.any(-1) & exact.isinf()
-    finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
-    largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
-    most = 1 + weights.abs().max().item() if weights is not None and weights.numel() else 1.0
+    loss = functools.partial(draw.function("soft_target_loss"), **common, **rest, **of.options)
+    if plain and not of.options and draw.backend != "reference" and draw.chance(0.5):
+        loss = functools.partial(draw.module(fastkd.SoftTargetLoss, **common), **rest)
+
+    given = {"teacher_logits": teacher}
+    if of.top is not None:
+        given, unread = {}, ~mask if draw.backend != "reference" else mask & False
+        loss = functools.partial(loss, teacher_logits=of.stored(unread))
+    largest, most = _sizes([student, teacher], weights) if plain else (1.0, 1.0)
+    of_plain = functools.partial(_slope, of, teacher, working, tau, mask, largest * count)
     return Case(
-        call,
+        loss,
         oracle,
         {"student_logits": student},
-        {"teacher_logits": teacher},
+        given,
         {"mask": draw.mask_argument(mask)},
-        scale=factor * largest * most,
+        scale=factor * largest * most if plain else 10.0,
         mask=mask,
-        slope=lambda x: (
-            gradient_terms(x[..., :V], teacher_rows.double(), working, **options)
-            * mask
-            / (largest * count)
-        ),
-        unsure=unsure & mask,
-        of_rows=True,
+        slope=of_plain if plain else lambda x: x.new_ones(x.shape[:-1]),
+        unsure=_unsure(draw, of, student, teacher, tau, working) & mask,
+        of_rows=plain,
     )
+
+
+def _sizes(logits: list[Tensor], weights: Tensor | None) -> tuple[float, float]:
+    """The largest logit and the largest weight, each beside 1."""
+    finite = torch.cat([x[x.isfinite()].flatten() for x in logits]).double()
+    found = (finite, torch.zeros(0) if weights is None else weights)
+    largest, most = (1 + x.abs().max().item() if x.numel() else 1.0 for x in found)
+    return largest, most
+
+
+def _slope(of: "RandomTeacher", teacher, working, tau, mask, divisor, student: Tensor) -> Tensor:
+    sides = (z[..., : of.used].double() for z in (student, teacher))
+    return gradient_terms(*sides, working, tau, of.divergence) * mask / divisor
+
+
+def _unsure(draw: Draw, of: "RandomTeacher", student, teacher, tau, working) -> Tensor:
+    """Rows in which rounding decides what is compared, or whether the loss is infinite."""
+    if of.kind == "match" and of.options["unmatched"] == "sorted":
+        return at_kink(student, teacher, of.options["vocabulary"], tau)
+    if of.kind != "logits":
+        return torch.tensor(False)
+    student, teacher = (x[..., : of.used] for x in (student, teacher))
+    unsure = nearly_held(student, teacher, tau, working)
+    if getattr(of.divergence, "name", "") == "negative_log_acceptance":
+        # A sum of probabilities that are subnormal may be 0, and its logarithm infinite.
+        both = ((z.double() / tau).softmax(-1) for z in (student, teacher))
+        unsure |= torch.minimum(*both).sum(-1) < of.used * torch.finfo(working).tiny
+    if draw.backend == "reference" and (teacher == -torch.inf).any():
+        # Of an infinite loss autograd makes 0·∞ of a probability of 0.
+        exact = soft_targets(student, teacher, tau, of.divergence, working)
+        unsure |= ((student / tau).softmax(-1) == 0).any(-1) & exact.isinf()
+    return unsure
 
 
 def cross_entropies(logits, labels, smoothing, z_loss, weights) -> tuple[Tensor, Tensor]:
@@ -330,101 +329,12 @@ def random_task(
     return task, labels != ignored, losses
 
 
-def random_top_k(draw: Draw) -> Case:
-    R, V = draw.size(), draw.pick(VOCABULARIES)
-    K = draw.pick([1, min(V, 4), min(V, 40), V])
-    tail, temperature = draw.pick(["bucket", "renormalise"]), draw.pick([1.0, 2.5])
-    divergence, mask = _any_divergence(draw), draw.mask(R)
-    mask_of_rows = mask
-    # In float64 a confident teacher's rest would be rounding error.
-    spread = 2 if draw.dtype == torch.float64 else draw.pick([2, 12])
-    log_probs, ids = (spread * draw.normal(R, V)).log_softmax(-1).topk(K)
-    given = log_probs.to(draw.dtype) * draw.pick([1.0, 1.0, 0.99])  # a server's may not add up
-    real_k = K
-    if K > 1 and draw.chance(0.3):  # an entry that pads a row
-        real_k, given[:, -1], ids[:, -1] = K - 1, -torch.inf, ids[:, 0]
-    weights = draw.normal(R) if draw.chance(0.5) else None
-    reduction = draw.pick(["batchmean", "none"])
-
-    def oracle(student_logits: Tensor) -> Tensor:
-        real = student_logits[mask], ids[mask, :real_k], given[mask, :real_k]
-        of_real = of_top_k(*real, tail, temperature, divergence)
-        rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
-        rows = rows if weights is None else rows * weights
-        return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
-
-    def call(student_logits: Tensor, mask: Tensor) -> Tensor:
-        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~mask_of_rows
-        top = ids.masked_fill(junk[:, None], -5), given.masked_fill(junk[:, None], torch.nan)
-        return draw.function("soft_target_loss")(
-            student_logits,
-            fastkd.TopK(*top, tail),
-            temperature=temperature,
-            divergence=divergence,
-            mask=mask,
-            reduction=reduction,
-            weights=weights,
-            scale_by_t2=False,
-        )
-
-    return Case(
-        call,
-        oracle,
-        {"student_logits": draw.features(R, V, scales=(0.01, 5.0))},
-        options={"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        slope=lambda x: x.new_ones(x.shape[:1]),
-    )
-
-
 def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
     """Pairs of random ids; both vocabularies have unmatched tokens, so that no KL is infinite."""
     sizes = [draw.pick(VOCABULARIES) for _ in range(2)]
     n = draw.pick([1, max((min(sizes)) // 2, 1), min(sizes) - 1])
     ids = (torch.randperm(size, generator=draw.generator)[:n] for size in sizes)
     return fastkd.VocabularyMatch(*ids, *sizes), draw.pick(["renormalise", "bucket", "sorted"])
-
-
-def random_matched_tokens(draw: Draw) -> Case:
-    match, unmatched = _random_match(draw)
-    R, temperature = draw.size(zero=True), draw.pick([1.0, 2.5, 100.0])
-    divergence = _any_divergence(draw)
-    mask, weights = draw.mask(R), draw.normal(R) if draw.chance(0.5) else None
-    reduction = draw.pick(["batchmean", "none"])
-    student = draw.features(R, match.student_size, scales=(0.5, 5.0))
-    teacher = draw.features(R, match.teacher_size, scales=(0.5, 5.0))
-    unsure = None
-    if unmatched == "sorted":
-        unsure = mask & at_kink(student, teacher, match, temperature)
-
-    def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        real = student_logits[mask], teacher_logits[mask]
-        of_real = of_match(*real, match, unmatched, temperature, divergence)
-        rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
-        rows = rows if weights is None else rows * weights
-        return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
-
-    return Case(
-        functools.partial(
-            draw.function("soft_target_loss"),
-            vocabulary=match,
-            unmatched=unmatched,
-            temperature=temperature,
-            divergence=divergence,
-            scale_by_t2=False,
-            weights=weights,
-            reduction=reduction,
-        ),
-        oracle,
-        {"student_logits": student},
-        {"teacher_logits": teacher},
-        {"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        slope=lambda x: x.new_ones(x.shape[:1]),
-        unsure=unsure,
-    )
 
 
 def at_kink(student: Tensor, teacher: Tensor, match, temperature: float) -> Tensor:
@@ -434,9 +344,9 @@ def at_kink(student: Tensor, teacher: Tensor, match, temperature: float) -> Tens
         for z, ids in ((student, match.student_ids), (teacher, match.teacher_ids))
     )
     most = min(s.shape[-1] - len(match.student_ids), t.shape[-1] - len(match.teacher_ids))
-    crossing = (s[:, :most] - t[:, :most]).abs() <= 1e-13 * s[:, :most]
-    equal = (s[:, 1:] - s[:, :-1]).abs() <= 1e-13 * s[:, 1:]
-    return crossing.any(-1) | (equal & (s[:, 1:] > 0))[:, :most].any(-1)
+    crossing = (s[..., :most] - t[..., :most]).abs() <= 1e-13 * s[..., :most]
+    equal = (s[..., 1:] - s[..., :-1]).abs() <= 1e-13 * s[..., 1:]
+    return crossing.any(-1) | (equal & (s[..., 1:] > 0))[..., :most].any(-1)
 
 
 def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
@@ -474,45 +384,73 @@ TEACHER_TERMS = ("total_variation", "teacher_entropy", "teacher_log_prob")
 
 
 class RandomTeacher:
-    """What a student of V tokens is compared with: a head, a part of one, a match, or a top k."""
+    """What R rows of a student's V tokens are compared with.
 
-    def __init__(self, draw: Draw, R: int) -> None:
-        self.kind = draw.pick(("head", "part", "whole", "match", "top k"))
-        self.divergence, V = _any_divergence(draw), draw.pick(VOCABULARIES)
+    Logits or a head, a draft's part of a head, another vocabulary's, or a top k.
+    """
+
+    def __init__(self, draw: Draw, R: int, kinds: tuple[str, ...]) -> None:
+        self.kind, self.options, self.top = draw.pick(kinds), dict[str, Any](), None
+        own = draw.pick([*SIZES, *SIZES, 129, 300, 1030, 2500, 4100])
+        V = own if self.kind == "logits" else draw.pick(VOCABULARIES)
         self.V, self.V_t, self.ids, self.used = V, V, torch.arange(V), V
-        self.options: dict[str, Any] = {}
+        words = self.kind == "logits" and draw.chance(0.6)
+        self.divergence = draw.pick(DIVERGENCES) if words else _any_divergence(draw)
         self.terms = TEACHER_TERMS if self.kind in ("head", "part", "whole") else ()
         if self.kind == "head":  # columns of both heads that pad them
             self.used = draw.pick([V, max(V - 3, 1)])
-            self.options["vocabulary"] = None if self.used == V else self.used
-            self.ids = torch.arange(self.used)
+        elif self.kind == "logits":
+            extra = draw.pick([0] * 5 + [3])
+            self.V, self.V_t = V + extra, V + 2 * extra
         elif self.kind == "match":
-            self.match, self.unmatched = _random_match(draw)
-            self.used = self.V = self.match.student_size
-            self.V_t, self.ids = self.match.teacher_size, torch.arange(self.V)
-            self.options |= {"vocabulary": self.match, "unmatched": self.unmatched}
+            match, unmatched = _random_match(draw)
+            self.options = {"vocabulary": match, "unmatched": unmatched}
+            self.used = self.V = match.student_size
+            self.V_t = match.teacher_size
         elif self.kind == "top k":
-            k, tail = min(V, draw.pick([1, 4, 40])), draw.pick(["bucket", "renormalise"])
-            log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(k)
-            self.top = fastkd.TopK(ids, log_probs.float(), tail)
+            self.top = self._top(draw, R, V)
         else:
             self.ids = torch.randperm(V, generator=draw.generator)[: draw.pick([1, 2, V])]
             self.used = self.V = len(self.ids)
+        if self.kind in ("head", "logits", "match"):
+            self.ids = torch.arange(self.used)
+            if self.used < self.V:
+                self.options["vocabulary"] = self.used
         if self.kind == "whole":
             name = draw.pick(OF_WHOLE_MASS)
             self.divergence = name if name in DIVERGENCES else Divergence(name)
 
-    def soft(self, student: Tensor, teacher: Tensor, tau: float) -> Tensor:
+    def _top(self, draw: Draw, R: int, V: int) -> fastkd.TopK:
+        K = self.known = draw.pick([1, min(V, 4), min(V, 40), V])
+        # In float64 a confident teacher's rest would be rounding error.
+        spread = 2 if draw.dtype == torch.float64 else draw.pick([2, 12])
+        log_probs, ids = (spread * draw.normal(R, V)).log_softmax(-1).topk(K)
+        # A server's may not add up.
+        log_probs = log_probs.to(draw.dtype) * draw.pick([1.0, 1.0, 0.99])
+        if K > 1 and draw.chance(0.3):  # an entry that pads a row
+            self.known, log_probs[:, -1], ids[:, -1] = K - 1, -torch.inf, ids[:, 0]
+        return fastkd.TopK(ids, log_probs, draw.pick(["bucket", "renormalise"]))
+
+    def stored(self, unread: Tensor) -> fastkd.TopK:
+        """The top k at positions (...), with junk where nobody may read."""
+        top = self.top.ids, self.top.log_probs
+        ids, log_probs = (x.view(*unread.shape, x.shape[1]) for x in top)
+        ids = ids.masked_fill(unread[..., None], -5)
+        return fastkd.TopK(ids, log_probs.masked_fill(unread[..., None], torch.nan), self.top.tail)
+
+    def soft(self, student: Tensor, teacher: Tensor, tau: float, working=torch.float64) -> Tensor:
         """The divergence of each row."""
-        rest = tau, self.divergence
-        if self.kind == "top k":
-            return of_top_k(student, self.top.ids, self.top.log_probs, self.top.tail, *rest)
+        if self.top is not None:
+            top = self.top.ids[:, : self.known], self.top.log_probs[:, : self.known]
+            return of_top_k(student, *top, self.top.tail, tau, self.divergence)
         if self.kind == "match":
-            return of_match(student, teacher, self.match, self.unmatched, *rest)
+            match, unmatched = self.options.values()
+            return of_match(student, teacher, match, unmatched, tau, self.divergence)
         if self.kind == "whole":
             name = getattr(self.divergence, "name", self.divergence)
             return of_whole_mass(student, teacher, self.ids, tau, name)
-        return soft_targets(student, teacher[:, self.ids], *rest)
+        sides = student[:, : self.used], teacher[:, self.ids]
+        return soft_targets(*sides, tau, self.divergence, working)
 
     def draft(self, **options: Any) -> fastkd.Draft:
         ids = self.ids if self.kind in ("part", "whole") else None
@@ -525,7 +463,7 @@ class RandomHeads:
     def __init__(self, draw: Draw) -> None:
         self.product = functools.partial(product, draw)
         self.R = R = draw.size()
-        self.teacher = RandomTeacher(draw, R)
+        self.teacher = RandomTeacher(draw, R, ("head", "part", "whole", "match", "top k"))
         self.mask, self.has_soft = draw.mask(R), draw.mask(R)
         self.soft_mask = draw.mask_argument(self.has_soft)
         self.scale, self.cap = draw.pick([1, 0.5]), draw.pick([None, None, 4.0])
@@ -602,8 +540,8 @@ class RandomHeads:
         student = fastkd.Head(x["student_head"], x["student_bias"], self.scale, self.cap)
         student.low_rank = (LowRank(x["down"], x["up"], 1.7),) if self.adapted else ()
         teacher: tuple[Any, ...] = ()
-        if self.teacher.kind == "top k":
-            top = self.teacher.top
+        top = self.teacher.top
+        if top is not None:
             teacher = (fastkd.TopK(self.led(top.ids), self.led(top.log_probs), top.tail),)
         else:
             hidden = x["teacher_hidden"]
@@ -659,8 +597,6 @@ def random_heads(draw: Draw) -> Case:
 RANDOM = {
     "soft_targets": random_soft_targets,
     "heads": random_heads,
-    "matched_tokens": random_matched_tokens,
-    "top_k": random_top_k,
 }
 
 
@@ -709,15 +645,6 @@ def examples(backend: str) -> Iterator[tuple]:
     forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
     reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
     yield "adaptive KL", value(p_s, p_t, "adaptive_kl"), (0.05 * forward + 0.25 * reverse) / 0.3
-    # Of .5, .25, .25 the head is the first token; of five equal tokens the first two, which have
-    # all of the gap.
-    p_s, p_t = [0.2, 0.3, 0.5], [0.5, 0.25, 0.25]
-    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
-    reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
-    yield "a head of one half", value(p_s, p_t, "adaptive_kl"), (forward + reverse) / 2
-    p_s, p_t = [0.3, 0.1, 0.2, 0.2, 0.2], [0.2] * 5
-    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
-    yield "a head of equal tokens", value(p_s, p_t, "adaptive_kl"), forward
     two = [0.5, 0.5], [0.75, 0.25]
     forward = 0.75 * log(3 / 2) + 0.25 * log(1 / 2)
     reverse = 0.5 * log(2 / 3) + 0.5 * log(2)
@@ -823,6 +750,25 @@ def edges(backend: str) -> Iterator[tuple]:
     call = functools.partial(linear, teacher_hidden=state, teacher_head=head)
     yield "no features", lambda s: call(s, zeros), row[:, :0], 0.0, 0.0
     yield from edges_of_rests(backend)
+    yield from edges_of_drafts(linear)
+
+
+def edges_of_drafts(linear: Callable) -> Iterator[tuple]:
+    """A teacher without the draft's tokens, with nearly none of their mass, and the same model."""
+    h, h_t, w, ids = *torch.randn(2, 4, 6), torch.randn(9, 6), torch.tensor([7, 0, 4])
+    for name in OF_WHOLE_MASS:
+        call = functools.partial(linear, h, divergence=Divergence(name))
+        draft = fastkd.Draft(torch.arange(9), "whole")
+        same = {"teacher_hidden": h, "teacher_head": w, "draft": draft}
+        yield f"{name}: the same model", functools.partial(call, **same), w, 0.0, None
+        for mass in (-torch.inf, -30.0):
+            head = fastkd.Head(w, torch.zeros(9).index_fill(0, ids, mass))
+            other = {"teacher_head": head, "draft": fastkd.Draft(ids, "whole")}
+            value = {"forward_kl": 0.0, "total_variation": 1.0}.get(name)
+            expected = (torch.inf, ...) if mass == -torch.inf else (None, None)
+            expected = expected if value is None else (value, 0.0)
+            without = functools.partial(call, teacher_hidden=h_t, **other)
+            yield f"{name}: exp({mass}) of the mass", without, w[:3], *expected
 
 
 def edges_of_rests(backend: str) -> Iterator[tuple]:
@@ -859,24 +805,21 @@ def edges_of_rests(backend: str) -> Iterator[tuple]:
 
 
 def growing() -> dict[str, tuple]:
-    def logits(masked: bool, weighted: bool) -> Iterator[tuple]:
-        for n, V in ((4, 4), (5, 6), (16, 64)):
-            x, y = torch.randn(n, 2, V, requires_grad=True), torch.randn(n, 2, V)
-            yield (
-                x,
-                y,
-                torch.ones(n, 2) if masked else None,
-                torch.randn(n, 2) if weighted else None,
-            )
+    sizes = ((4, 4), (5, 6), (16, 64))
+
+    def learning(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    def logits(more: bool) -> Iterator[tuple]:
+        for n, V in sizes:
+            rest = (torch.ones(n, 2), torch.randn(n, 2)) if more else (None, None)
+            yield learning(n, 2, V), torch.randn(n, 2, V), *rest
 
     def heads(masked: bool) -> Iterator[tuple]:
-        for n, V in ((4, 4), (5, 6), (16, 64)):
-            student = (
-                torch.randn(n, 2, 6, requires_grad=True),
-                torch.randn(V, 6, requires_grad=True),
-            )
+        for n, V in sizes:
             teacher = torch.randn(n, 2, 9), torch.randn(V, 9)
-            yield *student, *teacher, torch.ones(n, 2) if masked else None
+            mask = torch.ones(n, 2) if masked else None
+            yield learning(n, 2, 6), learning(V, 6), *teacher, mask
 
     def soft(name: str, reduction: str) -> Callable:
         return lambda s, t, mask, weights: fastkd.soft_target_loss(
@@ -884,15 +827,13 @@ def growing() -> dict[str, tuple]:
         )
 
     def linear(reduction: str) -> Callable:
-        return lambda h_s, w_s, h_t, w_t, mask: fastkd.linear_soft_target_loss(
-            h_s, w_s, h_t, w_t, mask=mask, reduction=reduction, chunk_bytes=264, backend="torch"
+        return lambda *given: fastkd.linear_soft_target_loss(
+            *given[:4], mask=given[4], reduction=reduction, chunk_bytes=264, backend="torch"
         )
 
     return {
-        "forward KL": (soft("forward_kl", "none"), logits(False, False)),
-        "reverse KL": (soft("reverse_kl", "batchmean"), logits(True, True)),
-        "adaptive KL": (soft("adaptive_kl", "none"), logits(True, False)),
-        "JS": (soft("js", "batchmean"), logits(False, True)),
+        "forward KL": (soft("forward_kl", "none"), logits(False)),
+        "adaptive KL": (soft("adaptive_kl", "batchmean"), logits(True)),
         "heads": (linear("batchmean"), heads(True)),
         "rows of heads": (linear("none"), heads(False)),
     }

@@ -24,7 +24,8 @@ def kernel(capability, small):
 def matrices(batch, n):
     x = torch.randn(batch, n, n, dtype=torch.float64)
     a = x @ x.mT / n + 0.1 * torch.eye(n, dtype=torch.float64)
-    a[0] = 2 * torch.eye(n)  # every eigenvalue the same
+    half = torch.linalg.qr(x[0]).Q[:, : (n + 1) // 2]
+    a[0] = 2 * half @ half.mT  # eigenvalues of 2 and of 0
     return a
 
 

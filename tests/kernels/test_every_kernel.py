@@ -1,0 +1,152 @@
+"""What only kernels have: few launches of a step, and sizes on both sides of a block's edge."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import fastkd
+from fastkd import functional
+from fastkd._core.dispatch import TRITON_FUNCTIONS
+from fastkd.lm.soft_targets import DIVERGENCES
+from tests.kernels.launches import count_launches
+from tests.support.compare import assert_matches_reference, raises
+
+MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].limits["columns"]
+
+
+@pytest.fixture(autouse=True)
+def _tensors_on_device(device):
+    with device:
+        yield
+
+
+def learning(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+# A step, the kernels that it starts or their number, the most operations in all, and how many
+# times the interpreter on the CPU also reads a mask.
+Step = tuple[Callable, tuple, dict, list[str] | int, int, int]
+HIDDEN = ["count_kernel", "hidden_states_kernel", "reduce_kernel", "upstream_kernel"]
+MAPS = ["attention_count_kernel", "attention_kernel", "reduce_kernel", "upstream_kernel"]
+TOP_K = ["reduce_kernel", "soft_target_kernel", "top_k_gradient_kernel", "top_k_outcomes_kernel"]
+
+
+def steps() -> Iterator[Step]:
+    mask = torch.ones(2, 5).bool()
+    kinds = ("mse", "cosine", "smooth_l1")
+    for kind, weights in itertools.product(kinds, (None, torch.rand(2, 5))):
+        given = learning(2, 5, 40), torch.randn(2, 5, 40), mask
+        options = {"kind": kind, "weights": weights}
+        yield fastkd.hidden_state_loss, given, options, HIDDEN, 8, 2 * (weights is not None)
+    for divergence in DIVERGENCES:
+        given, own = (learning(2, 3, 40), torch.randn(2, 3, 40)), "soft_target_kernel"
+        options = {"divergence": divergence, "mask": mask[:, :3], "temperature": 2.0}
+        own = "adaptive_kl_kernel" if divergence == "adaptive_kl" else own
+        yield fastkd.soft_target_loss, given, options, sorted([own, *HIDDEN[::2], HIDDEN[3]]), 8, 7
+    log_probs, ids = torch.randn(6, 40).log_softmax(-1).topk(3)
+    for tail in ("bucket", "renormalise"):
+        given = learning(6, 40), fastkd.TopK(ids, log_probs, tail)
+        yield fastkd.soft_target_loss, given, {}, TOP_K, 20, 0
+    pair, names = (learning(5, 40), learning(5, 40)), ["layer_norm_mse_kernel", *HIDDEN[2:]]
+    yield fastkd.layer_norm_mse, pair, {}, names, 8, 0
+    for heads, (layers, times) in itertools.product(("match", "mean"), ((1, 1), (8, 1), (9, 2))):
+        sides = ([new(2, 3, 7, 7) for _ in range(layers)] for new in (learning, torch.randn))
+        given, most = (*sides, torch.ones(2, 7).bool()), 13 if layers == 1 else 100
+        module = fastkd.AttentionLoss(heads, backend="triton")
+        yield module, given, {}, sorted(MAPS * times), most, 0
+    for batch, own, labelled in ((4, 4, 4), (17, 4, 5), (33, 5, 5)):
+        yield from contrasts(batch, own, labelled)
+
+
+def contrasts(batch: int, own: int, labelled: int) -> Iterator[Step]:
+    """COS-NCE in a batch, with labels, and with negatives that are given."""
+    sides = [new(batch, 3, 8) for new in (learning, torch.randn)]
+    labels, bank = {"labels": torch.arange(batch)}, {"negatives": torch.randn(5, 3, 8)}
+    both = bank | labels | {"negatives_labels": torch.arange(5)}
+    mask = {"mask": torch.ones(batch, 3).bool()}
+    for options, count in (
+        ({}, own),
+        (labels, labelled),
+        (bank, 6),
+        (bank | {"negatives_mask": torch.ones(5, 3).bool()}, 6),
+        (both, 6),
+        ({"reduction": "sum"}, own - (batch <= 32)),
+    ):
+        yield fastkd.cos_nce_loss, (*sides,), mask | options, count, 8, 2
+    module = fastkd.CosNCELoss(8, 8, backend="triton")
+    layers = [[x, x] for x in sides]
+    negatives = {"negatives": [*bank.values()] * 2}
+    for options, count in (({}, own), (labels, labelled), (negatives, 6)):
+        yield module, (*layers, mask["mask"]), options, count, 100, 0
+
+
+def test_few_launches(device):
+    for call, given, options, kernels, most, looks in steps():
+        options |= {} if isinstance(call, torch.nn.Module) else {"backend": "triton"}
+        with count_launches() as launches:
+            call(*given, **options).backward()
+        found, name = launches.of_triton(), f"{call} {[*options.items()]}: {launches}"
+        assert (len(found) if isinstance(kernels, int) else sorted(found)) == kernels, name
+        assert len(launches) <= most + looks * (device.type == "cpu"), name
+
+
+def check(name: str, *given: torch.Tensor, **options: object) -> None:
+    functions = getattr(fastkd, name), getattr(functional, f"{name}_ref")
+    assert_matches_reference(*functions, "triton", *given, **options)
+
+
+@pytest.mark.parametrize(("N", "dtype"), [(16, torch.bfloat16), (130, torch.float32)])
+def test_block_edges_of_attention(N, dtype):
+    student, *teachers = (torch.randn(2, heads, N, N).to(dtype) for heads in (2, 2, 3))
+    mask = torch.arange(N) < torch.tensor([[N], [N // 2]])
+    for teacher, heads in zip(teachers, ("match", "mean"), strict=True):
+        check("attention_loss", student, teacher, mask, heads=heads)
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine", "smooth_l1"])
+@pytest.mark.parametrize(("D", "dtype"), [(64, torch.bfloat16), (1030, torch.float32)])
+def test_block_edges_of_hidden_states(kind, D, dtype):
+    pair = torch.randn(2, 3, 5, D, dtype=torch.float64).to(dtype)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
+    check("hidden_state_loss", *pair, mask, kind=kind)
+
+
+@pytest.mark.parametrize("columns", [1, 17, 129, 1025, 8193, MOST_COLUMNS])
+def test_block_edges_of_layer_norm(columns):
+    pair = torch.randn(2, 3 if columns < 1000 else 2, columns)
+    check("layer_norm_mse", [*pair])
+
+
+@pytest.mark.parametrize("shape", [(16, 2, 128), (17, 1, 129), (33, 2, 65), (129, 1, 16)], ids=str)
+def test_block_edges_of_contrasts(shape):
+    """33 samples have one label, so nothing is compared."""
+    pair = torch.randn(2, *shape) + 0.5
+    labels = torch.randint(0, 4 if shape[0] != 33 else 1, shape[:1])
+    options = {"mask": torch.rand(shape[:2]) > 0.3, "labels": labels}
+    check("cos_nce_loss", *pair, reduction="none", upstream=torch.randn(shape[:2]), **options)
+    check("cos_nce_loss", *pair.bfloat16(), weights=torch.randn(shape[:2]), **options)
+
+
+def test_rows_too_wide_say_so():
+    x, loss = torch.zeros(1, MOST_COLUMNS + 1), fastkd.layer_norm_mse
+    raises("at most 16384 columns, got 16385", loss, x, x, backend="triton")
+    assert loss(x, x).item() == 0
+
+
+def test_a_row_far_from_zero_changes_no_other_of_its_block():
+    """Only rows that need it are computed again; other rows keep their bits."""
+    x, y = torch.randn(2, 8, 64)
+    gradients = []
+    for far in (0.0, 1e6):
+        moved = x + 300
+        moved[3] += far
+        moved.requires_grad_()
+        fastkd.layer_norm_mse(moved, y, reduction="sum", backend="triton").backward()
+        gradients.append(moved.grad)
+    others = torch.arange(8) != 3
+    assert torch.equal(gradients[0][others], gradients[1][others])
