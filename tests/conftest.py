@@ -17,7 +17,6 @@ import pytest
 from torch._dynamo import guards
 
 from fastkd._core import dispatch
-from fastkd._core.products import HALF
 from tests.support.interpreter import MARKS, prepare
 
 prepare()
@@ -49,19 +48,14 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def _seeded_and_poisoned(request):
+def _seeded_and_poisoned():
     """Fixed seed, and torch.empty filled with NaN, which shows elements that were never written."""
     seed(0)
-    flushes = request.node.get_closest_marker("flush_denormal") is not None
-    if flushes and not torch.set_flush_denormal(True):
-        pytest.skip("this processor can't flush subnormal numbers")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
-    if flushes:
-        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
@@ -91,25 +85,14 @@ def distill(tiny, tmp_path):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrise ``backend``: torch, and backends with kernels of the module's TRITON_FUNCTION.
-
-    In half precision C++ runs a second time with subnormal numbers flushed to zero.
-    Tests whose names contain a word of the module's ``WITHOUT_CPP`` run without C++.
-    """
+    """Parametrise ``backend``: torch, and those with kernels of the module's TRITON_FUNCTION."""
     if "backend" not in metafunc.fixturenames:
         return
-    backends: list = ["torch"]
-    if getattr(metafunc.module, "TRITON_FUNCTION", None) in dispatch.TRITON_FUNCTIONS:
-        backends.append(pytest.param("triton", marks=MARKS["triton"]))
-    without_cpp = getattr(metafunc.module, "WITHOUT_CPP", ())
-    if getattr(metafunc.module, "TRITON_FUNCTION", None) in dispatch.CPP_FUNCTIONS and not any(
-        word in metafunc.function.__name__ for word in without_cpp
-    ):
-        backends.append(pytest.param("cpp", marks=MARKS["cpp"]))
-        if "dtype" in metafunc.fixturenames:
-            marks = [*MARKS["cpp"], pytest.mark.flush_denormal]
-            backends.append(pytest.param("cpp", marks=marks, id="cpp-flush"))
-    metafunc.parametrize("backend", backends)
+    name = getattr(metafunc.module, "TRITON_FUNCTION", None)
+    known = {"triton": dispatch.TRITON_FUNCTIONS, "cpp": dispatch.CPP_FUNCTIONS}
+    backends = [backend for backend, functions in known.items() if name in functions]
+    marked = [pytest.param(backend, marks=MARKS[backend]) for backend in backends]
+    metafunc.parametrize("backend", ["torch", *marked])
 
 
 @pytest.fixture
@@ -129,23 +112,9 @@ def wanted(request):
 
 
 def _left_out(item) -> bool:
-    """Whether the kernels don't support the call that the test's parameters describe."""
-    if not hasattr(item, "callspec"):
-        return False
-    given = item.callspec.params
-    if item.get_closest_marker("flush_denormal") and given["dtype"] not in HALF:
-        return True
-    if any(mark.kwargs["where"](given) for mark in item.iter_markers("left_out")):
-        return True
-    functions = {"triton": dispatch.TRITON_FUNCTIONS, "cpp": dispatch.CPP_FUNCTIONS}
-    backend = given.get("backend")
-    if backend not in functions or not item.get_closest_marker("within_kernels"):
-        return False
-    kernels = functions[backend][item.module.TRITON_FUNCTION]
-    # Options without a parameter have a default that the kernels support.
-    defaults = {name: next(iter(values)) for name, values in kernels.options.items()}
-    call = {**defaults, **dict.fromkeys(kernels.limits, 0), **given}
-    return dispatch.why_unsupported(kernels, given.get("dtype", torch.float32), call) is not None
+    """Whether a test of these parameters has nothing to test."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return any(mark.kwargs["where"](given) for mark in item.iter_markers("left_out"))
 
 
 def pytest_collection_modifyitems(items):

@@ -35,45 +35,32 @@ def matrix(rows, columns, dtype, dense=True, seed=0):
 
 
 def assert_product(out, a, b, start=0.0):
-    """Sums of products of a, rounded to bfloat16, with b have float32's error."""
+    """Sums of products of a, rounded to bfloat16, with b have float32's error, and out's."""
     a, b = a.bfloat16().double(), b.double()
-    rounding = 2.0**-20
-    assert ((out - (start + a @ b)).abs() <= rounding * (abs(start) + a.abs() @ b.abs())).all()
-
-
-@each_unit
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_product(size, dtype, unit):
-    M, K, N = size
-    for i in range(8):
-        a = matrix(M, K, dtype, bool(i & 1))
-        b = matrix(K, N, torch.bfloat16, bool(i & 2), seed=1)
-        around = torch.full((M + 2, N + 7), 3.0)
-        out, add = around[1:-1, 3:-4], bool(i & 4)
-        torch.ops.fastkd_cpp.half_product(out, a, b, add, unit)
-        assert_product(out, a, b, 3.0 * add)
-        out.fill_(3)
-        assert (around == 3).all()
+    exact, once = start + a @ b, 1.01 * 2.0**-8 * (out.dtype == torch.bfloat16)
+    rounding = 2.0**-20 * (abs(start) + a.abs() @ b.abs()) + once * exact.abs()
+    assert ((out - exact).abs() <= rounding).all()
 
 
 @each_unit
 @pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_product_is_rounded_to_bfloat16_once(size, dtype, unit):
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_product(size, dtype, kind, unit):
+    """In a part of a larger matrix; products in bfloat16 are rounded once and not added."""
     M, K, N = size
-    for i in range(2):
-        a, b = matrix(M, K, dtype, bool(i)), matrix(K, N, torch.bfloat16, seed=1)
-        around = torch.full((M + 2, N + 7), 3.0).bfloat16()
-        out = around[1:-1, 3:-4]
-        torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
-        wide, b = a.bfloat16().double(), b.double()
-        rounding = 2.0**-8 * (wide @ b).abs() + 2.0**-20 * (wide.abs() @ b.abs())
-        assert ((out - wide @ b).abs() <= 1.01 * rounding).all()
+    for i in range(8 if kind == torch.float32 else 2):
+        a = matrix(M, K, dtype, bool(i & 1))
+        b = matrix(K, N, torch.bfloat16, bool(i & 2), seed=1)
+        around = torch.full((M + 2, N + 7), 3.0).to(kind)
+        out, add = around[1:-1, 3:-4], bool(i & 4)
+        torch.ops.fastkd_cpp.half_product(out, a, b, add, unit)
+        assert_product(out, a, b, 3.0 * add)
         out.fill_(3)
         assert (around == 3).all()
-    with pytest.raises(RuntimeError, match="sums are of float32"):
-        torch.ops.fastkd_cpp.half_product(out, a, b, True, unit)
+    if kind == torch.bfloat16:
+        with pytest.raises(RuntimeError, match="sums are of float32"):
+            torch.ops.fastkd_cpp.half_product(out, a, b, True, unit)
 
 
 @each_unit

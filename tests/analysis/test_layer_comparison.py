@@ -93,6 +93,11 @@ def test_memory_does_not_grow_with_batches():
     assert max(peaks) < 15 * 2**20, peaks
 
 
+def assert_matrix(found, layers, others, measure, atol=1e-9):
+    wanted = torch.stack([torch.stack([similarity(x, y, measure) for y in others]) for x in layers])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 def test_teacher_against_student(measure):
     """Each entry equals the similarity of the two layers' features."""
@@ -105,13 +110,9 @@ def test_teacher_against_student(measure):
         [torch.cat(parts) for parts in zip(*(activations(m, p) for p in pieces), strict=True)]
         for m in (teacher, student)
     )
-    for i, x in enumerate(layers):
-        for j, y in enumerate(others):
-            torch.testing.assert_close(found[i, j], similarity(x, y, measure), rtol=0, atol=1e-9)
+    assert_matrix(found, layers, others, measure)
     alone = layer_similarity(teacher, pieces, [measure])[measure]
-    for i, x in enumerate(layers):
-        for j, y in enumerate(layers):
-            torch.testing.assert_close(alone[i, j], similarity(x, y, measure), rtol=0, atol=1e-9)
+    assert_matrix(alone, layers, layers, measure)
     assert torch.equal(alone.diagonal(), torch.ones(4, dtype=torch.float64)) or "cka" in measure
 
 
@@ -205,9 +206,7 @@ def test_layer_0_is_the_input_of_the_first_block(kind, options):
     layers = [x.flatten(0, 1) for x in (*entered, last)]
     matrix = cka_matrix(model, [{"input_ids": ids}])
     assert len(matrix) == 3
-    for i, x in enumerate(layers):
-        for j, y in enumerate(layers):
-            torch.testing.assert_close(matrix[i, j], similarity(x, y, "cka"), rtol=0, atol=1e-6)
+    assert_matrix(matrix, layers, layers, "cka", atol=1e-6)
 
 
 def measured(ends, **options):

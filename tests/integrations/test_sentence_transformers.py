@@ -89,6 +89,11 @@ def gradients(value, model):
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+def assert_same_step(found, expected, model):
+    torch.testing.assert_close(found.detach(), expected.detach(), **CLOSE)
+    torch.testing.assert_close(gradients(found, model), gradients(expected, model), **CLOSE)
+
+
 LOSSES = {
     "relations": (RelationDistillLoss, {}, lambda s, t: relation_loss(s, t, over="samples")),
     "relations by mse": (
@@ -114,9 +119,7 @@ def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
     given = labels[0] if columns == 1 else torch.stack(labels, 1)
     value = loss(features_of(model, *texts), given)
     expected = function(torch.cat(embedded(model, *texts)), torch.cat(labels))
-    torch.testing.assert_close(value.detach(), expected.detach(), **CLOSE)
-    for got, wanted in zip(gradients(value, model), gradients(expected, model), strict=True):
-        torch.testing.assert_close(got, wanted, **CLOSE)
+    assert_same_step(value, expected, model)
 
 
 def test_loss_is_averaged_over_columns(folder):
@@ -192,9 +195,7 @@ def test_layer_terms_equal_a_distillers(folder, name):
     known = ("input_ids", "attention_mask", "token_type_ids")
     batches = [{n: x[n] for n in known if n in x} for x in features_of(model, TEXTS, OTHERS)]
     expected = sum(distiller(**batch).loss for batch in batches) / 2
-    torch.testing.assert_close(value, expected, **CLOSE)
-    for got, wanted in zip(gradients(value, model), gradients(expected, model), strict=True):
-        torch.testing.assert_close(got, wanted, **CLOSE)
+    assert_same_step(value, expected, model)
 
 
 @pytest.mark.parametrize("of", ["ours", "theirs", "prefixes"])
@@ -214,10 +215,7 @@ def test_layers_and_embeddings_come_from_one_pass(folder, of):
     both = LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=make(model))
     found = both(features_of(model, TEXTS, OTHERS), labels)
     assert len(passes) == 2 and set(found) == {"embeddings", "layers"}
-    torch.testing.assert_close(sum(found.values()), expected, **CLOSE)
-    pairs = zip(gradients(sum(found.values()), model), gradients(expected, model), strict=True)
-    for got, wanted in pairs:
-        torch.testing.assert_close(got, wanted, **CLOSE)
+    assert_same_step(sum(found.values()), expected, model)
 
 
 MAKERS = {

@@ -12,15 +12,13 @@ import urllib.request
 
 import pytest
 
-from fastkd.distill import student_from_teacher
-from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+from fastkd.integrations.served_teacher import ServedTeacher
 from tests.integrations.test_served_teacher import (
     V,
     assert_same_step,
     batch,
     cache_of_top_k,
     make_teacher,
-    step,
 )
 
 PYTHON = os.environ.get("FASTKD_VLLM")
@@ -70,9 +68,3 @@ def url(teacher, tmp_path_factory):
 def test_step_equals_that_of_the_teacher_in_this_process(url, teacher, tmp_path, k):
     oracle = cache_of_top_k(teacher, k, tmp_path) if k < V else teacher
     assert_same_step(ServedTeacher(url, "tiny", top_k=k), teacher, batch(), oracle=oracle)
-
-
-def test_refusal_of_the_server_is_one_sentence(url, teacher):
-    served = ServedTeacher(url, "another", top_k=5)
-    with pytest.raises(ServerError, match="refuses a row of"):
-        step(served, student_from_teacher(teacher, [1]), batch())

@@ -261,22 +261,11 @@ def edges_of_search(backend: str, readable: Callable[[Tensor], bool]) -> Iterato
     for others, tolerance in ((zeros(90), None), (torch.arange(90).flip(0) / 100, 1.0)):
         call = loss(many, zeros(2), others, k=2, tolerance=tolerance)
         yield f"many ties within {tolerance}", call, zeros(2, 40), 4 / 40, first, 0.0
-    for value in (0.0, 0.1, 1e4):
-        same = torch.full((4, 6), value)
-        call = loss(same, torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1]), k=2)
-        yield f"constant {value}", call, same[:3], 0.0, 0.0, 0.0
     holed = torch.randn(4, 5)
     holed[2] = torch.nan
-    ignored = torch.full((3,), -100)
-    for name, own, others, student in (
-        ("no row of its label", torch.arange(3), torch.arange(5, 9), torch.randn(3, 5)),
-        ("ignored rows", ignored, torch.full((4,), -100), torch.randn(3, 5)),
-        ("ignored rows of NaN", ignored, zeros(4), holed[:3]),
-    ):
-        for reduction in ("sum", "mean"):
-            call = loss(holed, own, others, k=3, reduction=reduction)
-            if backend != "reference" or "NaN" not in name:
-                yield f"{name}, {reduction}", call, student, 0.0, 0.0, 0.0
+    call = loss(holed, torch.full((3,), -100), zeros(4), k=3, reduction="mean")
+    if backend != "reference":
+        yield "ignored rows of NaN", call, holed[:3], 0.0, 0.0, 0.0
     # NaN and inf reach the rows of their label alone.
     rows, bank = torch.randn(6, 5), torch.randn(20, 5)
     own, others = torch.tensor([0, 1, 2, 0, 1, 3]), torch.arange(20) % 3
@@ -290,13 +279,6 @@ def edges_of_search(backend: str, readable: Callable[[Tensor], bool]) -> Iterato
         gradient = clean.masked_fill(lost[:, None], torch.nan)
         call = loss(teacher, own, others, k=2, reduction="none")
         yield f"{bad} in two rows", call, student, value, gradient
-    # More rows than candidates, apart by less than the rounding error of a product.
-    if backend != "triton":  # whose test of near duplicates is smaller
-        centres = 30 * torch.randn(4, 64)
-        near = [centres.repeat(n, 1) + 1e-4 * torch.randn(4 * n, 64) for n in (15, 80)]
-        wanted = value_and_grad(nearest, *(x.double() for x in near), zeros(60), zeros(320), 1)
-        call = loss(near[1], zeros(60), zeros(320), reduction="none")
-        yield "near duplicates", call, near[0], *wanted, 0.0
     # A far row of the bank costs the others no digits.
     far, zero = torch.randn(20, 5), (zeros(6), zeros(20))
     far[3] = 1e19

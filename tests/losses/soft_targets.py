@@ -353,14 +353,8 @@ def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, na
     """Student over the tokens ``ids`` against the teacher's probabilities over all tokens."""
     log_t = (teacher / temperature).log_softmax(-1)[:, ids]
     log_s = (student / temperature).log_softmax(-1)
-    p_s, p_t = log_s.exp(), log_t.exp()
-    if name == "forward_kl":
-        return _kl(p_t, log_t, log_s)
-    if name == "reverse_kl":
-        return _kl(p_s, log_s, log_t)
-    if name == "total_variation":
-        return ((p_t - p_s).abs().sum(-1) + 1 - p_t.sum(-1)) / 2
-    return -torch.minimum(p_s, p_t).sum(-1).log()
+    value = between(log_s.exp(), log_t.exp(), log_s, log_t, name)
+    return value + (1 - log_t.exp().sum(-1)) / 2 * (name == "total_variation")
 
 
 def terms_at_1(

@@ -100,15 +100,14 @@ def assert_matches_reference(
     learning: Tensor | Sequence[Tensor],
     *given: Any,
     upstream: Tensor | float | None = None,
-    of_value: torch.dtype | None = None,
     products: torch.dtype | None = None,
     gradient_floor: float = 1e-8,
     **options: Any,
 ) -> None:
     """Assert value, gradients and dtypes, as accurate as ``reference`` in the same dtype.
 
-    ``of_value``: the value's dtype if it is not the working one. ``products``: the dtype of the
-    products that the value is computed from, if its rounding is in the value.
+    ``products``: the dtype of the products that the value is computed from, if its rounding is in
+    the value.
     """
     learning = [learning] if isinstance(learning, Tensor) else learning
     dtype = learning[0].dtype
@@ -126,7 +125,7 @@ def assert_matches_reference(
     exact = {name: double(x) for name, x in options.items()}
     oracle = values_and_grads(reference, [*map(double, learning)], *map(double, given), **exact)
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    dtypes = (of_value or working, *(x.dtype for x in learning))
+    dtypes = (working, *(x.dtype for x in learning))
     assert tuple(x.dtype for x in actual) == dtypes
     floors = (1e-8, *[gradient_floor] * len(learning))
     rounded = (products or dtypes[0], *dtypes[1:])

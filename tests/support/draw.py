@@ -201,21 +201,14 @@ class Draw:
         elif kind == "constant":
             x = torch.ones(shape, dtype=torch.float64) * 0.5
         elif kind == "layer_norm":  # with gains and a few large features, as in real models
-            x = (x - x.mean(-1, keepdim=True)) / (
-                x.var(-1, correction=0, keepdim=True) + 1e-5
-            ).sqrt()
-            x = x * torch.where(
-                self.uniform(shape[-1]) < 0.05, 20.0, 1 + 0.1 * self.normal(shape[-1])
-            )
+            gains = 1 + 0.1 * self.normal(shape[-1])
+            gains[self.uniform(shape[-1]) < 0.05] = 20.0
+            x = torch.nn.functional.layer_norm(x, shape[-1:]) * gains
         elif kind == "far":  # a mean that bfloat16 rounds coarsely
             x = x + self.pick([8.0, 100.0])
         elif kind == "uneven":
-            x = (
-                x
-                * torch.tensor(scales).double()[
-                    torch.randint(len(scales), (*shape[:-1], 1), generator=self.generator)
-                ]
-            )
+            chosen = torch.randint(len(scales), (*shape[:-1], 1), generator=self.generator)
+            x = x * torch.tensor(scales).double()[chosen]
         elif kind == "clusters":  # near duplicates of distant rows
             centres = self.centres.setdefault(shape[-1], 30 * self.normal(4, shape[-1]))
             chosen = torch.randint(4, shape[:-1], generator=self.generator)
