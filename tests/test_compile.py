@@ -58,13 +58,16 @@ def test_compile(loss):
     assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
 
 
-# The first of each row; the others in `make test-all`.
+# Those of two rows; the others in `make test-all`.
 GROWING = [
-    pytest.param(file, name, id=f"{row}: {name}", marks=[pytest.mark.thorough] * bool(place))
+    pytest.param(
+        file, name, id=f"{row}: {name}",
+        marks=[pytest.mark.thorough] * (place > 0 or row not in ("relation", "soft_targets")),
+    )
     for row, file in FILES.items()
     if hasattr(file, "growing")
     for place, name in enumerate(file.growing())
-]
+]  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the calls are on the CPU")

@@ -189,32 +189,9 @@ def test_partitioned_heads_are_refused(tmp_path):
     raises("ZeRO-3 has partitioned its weights", distiller.cache_teacher, [batch], tmp_path)
 
 
-def a_sharded_head(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = model_of("llama")
-    layer = model.lm_head
-    whole = layer.weight.detach().clone()
-    states, teacher, given = torch.randn(2, 5, 16), torch.randn(2, 5, 8), torch.randn(60, 8)
-
-    def loss(head, part):
-        return linear_soft_target_loss(states[part], head, teacher[part], given)
-
-    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    assert layer.weight.to_local().shape == (30, 16)
-    words = "weight must be whole in this process, got a DTensor"
-    raises(words, Head, layer.weight, error=TypeError)
-    value = loss(Head.of(model), rank)
-    value.backward()
-    plain = whole.requires_grad_()
-    torch.testing.assert_close(value, loss(plain, rank))
-    ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
-    found = layer.weight.grad.full_tensor()
-    torch.testing.assert_close(found, plain.grad)
+def sharded_heads(rank):
     a_vocabulary_parallel_head(rank)
-    a_sharded_language_model()
+    a_sharded_language_model(rank)
 
 
 def a_vocabulary_parallel_head(rank):
@@ -239,8 +216,8 @@ def a_vocabulary_parallel_head(rank):
     torch.testing.assert_close(*found)
 
 
-def a_sharded_language_model():
-    """No process computes full logits, and gradients equal those of the whole head."""
+def a_sharded_language_model(rank):
+    """No process computes full logits, and gradients are those of the whole head, averaged."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -250,23 +227,27 @@ def a_sharded_language_model():
     for model in parts:
         for block in (*model.model.layers, model):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    ids = torch.randint(60, (2, 5))
-    outs = [Distiller(*pair, SoftTargets())(input_ids=ids, labels=ids) for pair in (whole, parts)]
-    assert outs[1].logits is None
+    rows = torch.randint(60, (2, 1, 5))
+    batches = [{"input_ids": ids, "labels": ids} for ids in rows]
+    wanted = [Distiller(*whole, SoftTargets())(**batch) for batch in batches]
+    out = Distiller(*parts, SoftTargets())(**batches[rank])
+    assert out.logits is None
+    words = "weight must be whole in this process, got a DTensor"
+    raises(words, Head, parts[1].lm_head.weight, error=TypeError)
     # A cache reads the whole teacher again.
-    batch, path = {"input_ids": ids, "labels": ids}, tempfile.mkdtemp()
-    Distiller(parts[0], whole[1], SoftTargets()).cache_teacher([batch], path)
-    cached = Distiller(TeacherCache(path, teacher=whole[0]), whole[1], SoftTargets())(**batch)
-    torch.testing.assert_close(cached.terms, outs[0].terms)
-    for out in outs:
-        out.loss.backward()
-    torch.testing.assert_close(outs[1].terms, outs[0].terms)
+    path = tempfile.mkdtemp()
+    Distiller(parts[0], whole[1], SoftTargets()).cache_teacher([batches[rank]], path)
+    cached = Distiller(TeacherCache(path, teacher=whole[0]), whole[1], SoftTargets())
+    for found in (out, cached(**batches[rank])):
+        torch.testing.assert_close(found.terms, wanted[rank].terms)
+    out.loss.backward()
+    (sum(x.loss for x in wanted) / 2).backward()
     for x, y in zip(parts[1].parameters(), whole[1].parameters(), strict=True):
         torch.testing.assert_close(x.grad.full_tensor(), y.grad)
 
 
-def test_a_sharded_head_is_gathered(tmp_path):
-    run_ranks(a_sharded_head, 2, tmp_path)
+def test_sharded_heads_are_gathered(tmp_path):
+    run_ranks(sharded_heads, 2, tmp_path)
 
 
 def test_head_with_scale_and_softcap():
