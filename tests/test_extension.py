@@ -78,6 +78,30 @@ def test_matrices_of_low_rank_converge(kept, smallest, op_device):
 
 
 @needs_extension
+@pytest.mark.parametrize("exponent", [-1060, -950, -600, 600, 1018])
+def test_scales_by_powers_of_two_change_no_bit(exponent, op_device):
+    """Matrices below the least normal number are zero."""
+    a = with_eigenvalues(torch.linspace(1.0, 0.1, 40).expand(2, 40)).to(op_device)
+    a[1] = a[1].tril(3).triu(-3)
+    scale = torch.tensor(2.0).double().ldexp(torch.tensor(exponent - 1)).to(op_device)
+    (values, vectors), (scaled, same) = map(torch.ops.fastkd.eigh, (a, a * scale))
+    if exponent == -1060:
+        assert not scaled.any() and torch.equal(same, torch.eye(40).to(same).expand_as(a))
+    else:
+        assert torch.equal(scaled, values * scale) and torch.equal(same, vectors)
+
+
+@needs_extension
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_stay_in_their_matrix(value, op_device):
+    for n in (1, 2, 5, 40):
+        a = with_eigenvalues(torch.rand(4, n) + 0.5)
+        a[2, n - 1, 0] = value
+        for x in torch.ops.fastkd.eigh(a.to(op_device)):
+            assert x[2].isnan().all() and x[[0, 1, 3]].isfinite().all()
+
+
+@needs_extension
 def test_invalid_input_is_named():
     for bad, problem in (
         (torch.eye(2, dtype=torch.float32), "a must be float64"),

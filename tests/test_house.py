@@ -134,6 +134,35 @@ def test_only_cli_imports_typer_and_rich():
             assert not [c for c in calls if getattr(c.func, "id", "") == "print"], module
 
 
+# Public losses, whose arguments are those of a paper.
+LARGE = {
+    "merged_span_loss", "linear_soft_target_loss", "knn_feature_loss", "relation_loss",
+}  # fmt: skip
+
+
+def test_classes_and_functions_fit_on_a_page():
+    """350 lines of a class; 60 lines of code and 12 parameters of a function, without docstrings.
+
+    ruff counts parameters and statements too. kernels/ has its own rule there.
+    """
+    for module, path in SOURCES.items():
+        if not module.startswith("fastkd.") or module.startswith("fastkd.kernels."):
+            continue
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                assert node.end_lineno - node.lineno < 350, f"{module}.{node.name}"
+            if not isinstance(node, ast.FunctionDef) or node.name in LARGE:
+                continue
+            first = node.body[0]
+            start = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
+            head = first.lineno - node.lineno
+            code = [x for x in lines[start : node.end_lineno] if x and not x.startswith("#")]
+            assert head + len(code) <= 60, f"{module}.{node.name}"
+            inputs = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            assert len(inputs) <= 13 - (inputs[:1] == []), f"{module}.{node.name}"
+
+
 def test_imported_packages_are_declared_dependencies():
     """Every imported package is a declared dependency, except triton, which torch installs."""
     project = read_configuration(ROOT / "pyproject.toml", expand=False)["project"]

@@ -40,10 +40,12 @@ import fastkd.public  # every loss
 from fastkd._core import dispatch, plans, recording
 from fastkd._core.recording import mapped, tensors_in
 from tools import calls
+from tools.host_time.calls import Stub
 from tools.ptx.compiled import ALLOCATING
 from tools.ptx.launches import extent, flat
 from tools.ptx.memory import bytes_of
 
+HOOK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 # Bytes of a pointer's element, and how a launch writes a number between 1 and 2.
 ELEMENTS = dict(i1=1, u8=1, i8=1, i16=2, i32=4, i64=8, bf16=2, fp16=2, fp32=4, fp64=8)
@@ -58,6 +60,7 @@ SIGHTS = plans.SIGHTS
 plans.SIGHTS = 2
 TO_PLAN = 4
 clear, COPY = plans.clear_plans, plans._copy
+COMPILE = JITFunction._do_compile
 
 
 def _plans() -> list[plans.Plan]:
@@ -155,6 +158,37 @@ class FakeGPU:
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(target, name, replacement))
             yield
+
+
+class StubGPU(FakeGPU, Stub):
+    """`FakeGPU` behind Triton's compiler and launcher: a stub of libcuda passes launches on."""
+
+    def __init__(self) -> None:
+        FakeGPU.__init__(self)
+        Stub.__init__(self)
+        self.kernels: dict[int, Any] = {}  # by the function that libcuda knows
+        library, self.hook = ctypes.CDLL("libcuda.so.1"), HOOK(self.on_launch)
+        ctypes.c_void_p.in_dll(library, "stub_on_launch").value = ctypes.cast(
+            self.hook, ctypes.c_void_p
+        ).value
+
+    def compile(self, kernel: JITFunction, *given: Any) -> Any:
+        compiled = COMPILE(kernel, *given)
+        compiled._init_handles()
+        self.kernels[compiled.function] = compiled
+        return compiled
+
+    def on_launch(self, configuration: int, function: int, parameters: Any) -> None:
+        kernel = self.kernels[function]
+        kinds = [x for x in flat(list(kernel.src.signature.values())) if x != "constexpr"]
+        formats = ["P" if kind.startswith("*") else FORMATS[kind] for kind in kinds]
+        values = [
+            struct.unpack(form, ctypes.string_at(parameters[i], struct.calcsize(form)))[0]
+            for i, form in enumerate(formats)
+        ]
+        # CUlaunchConfig: grid, block, shared memory, stream.
+        before = struct.unpack("7IP", ctypes.string_at(configuration, struct.calcsize("7IP")))
+        self.launched(kernel.name, dict(enumerate(kinds)), before, values)
 
 
 class _Compiled:
@@ -343,11 +377,11 @@ def changed_calls(device: FakeGPU) -> Iterator[tuple[str, Callable[[], Any]]]:
 # --- Behaviour: what a planned call does besides computing ---------------------------------------
 
 
-def behaviours(device: FakeGPU) -> list[str]:
+def behaviours(device: FakeGPU, chosen: str = "check_") -> list[str]:
     """What planned calls do otherwise than calls as written."""
     found = []
     for name, function in list(globals().items()):
-        if name.startswith("check_"):
+        if name.startswith(chosen):
             clear()
             try:
                 function(device)
@@ -639,13 +673,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="of so many calls, one")
     parser.add_argument("--device", help="compare calls there, and do nothing else")
+    parser.add_argument("--stub", action="store_true", help="plant faults there, nothing else")
     given = parser.parse_args()
     if given.device:
         calls.DEVICE = torch.device(given.device)
         _, wrong = compare_calls(FakeGPU(), given.every)
         raise SystemExit("\n".join(wrong) or plans.why_off())
-    device = FakeGPU()
-    with device.running():
+    if given.stub:
+        with (stub := StubGPU()).running():
+            wrong = behaviours(stub, "check_a_wrong")
+        print(json.dumps({"wrong": wrong, "kernels": len(stub.kernels)}))
+        return
+    with (device := FakeGPU()).running():
         count, wrong = compare_calls(device, given.every)
         wrong += behaviours(device)
     print(json.dumps({"calls": count, "wrong": wrong, "off": plans.why_off()}))

@@ -203,7 +203,7 @@ def changes(module, plain, x):
     yield copy.deepcopy(module), plain
     yield pickle.loads(pickle.dumps(module)), plain
     raises("float64 is left to PyTorch", module.double(), x.double())
-    module.half()(x.half())
+    assert module.half()(x.half()).dtype == torch.float16
     yield module.float(), plain
     with torch.no_grad():
         module.raw[0, 1, 2] = float("nan")

@@ -79,6 +79,15 @@ def test_block_edges(form, rows, bank, size):
     check("triton", student, teacher, *labels, **options, ignore_index=1, tolerance=5)
 
 
+@in_form(sorted=PARTS, products={"FEATURES_TO_SPLIT": 1}, far={"FAR_APART": 1})
+def test_near_duplicates(form):
+    """Rows of distant clusters, by less than rounding error apart."""
+    student, teacher, *labels = batch(6, 80, 64, 2)
+    centres = 30 * torch.randn(4, 64, dtype=torch.float64)
+    near = (centres[torch.arange(len(x)) % 4] + 1e-4 * x for x in (student, teacher))
+    check_against_loop(*(x.float() for x in near), *labels, k=3)
+
+
 @in_form(sorted=SORTED)
 def test_labels_of_one_class_leave_work_for_all_programs(form, monkeypatch):
     """The bank rows of one tile are divided among programs, not the whole bank."""

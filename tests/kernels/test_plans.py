@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tools.compile_report import not_interpreted
+from tools.host_time.__main__ import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +19,16 @@ def test_plans_do_what_calls_as_written_do():
     found = json.loads(not_interpreted("tests.kernels.planned", "--every", "150").splitlines()[-1])
     assert found.pop("calls") > 35
     assert found == {"wrong": [], "off": None}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+def test_a_wrong_program_is_refused_behind_triton_s_launcher(monkeypatch):
+    """The planted faults again: compiled kernels, whose launches a stub of libcuda receives."""
+    for name, value in environment(ROOT).items():
+        monkeypatch.setenv(name, value)
+    found = json.loads(not_interpreted("tests.kernels.planned", "--stub").splitlines()[-1])
+    assert found["kernels"] > 1 and found["wrong"] == []
 
 
 def test_every_launch_can_be_recorded():

@@ -233,8 +233,14 @@ def growing() -> dict[str, tuple]:
             mask = torch.arange(n + 3) < torch.arange(2, n + 2)[:, None] if masked else None
             yield torch.randn(n, n + 3, 24, requires_grad=True), torch.randn(n, n + 3, 16), mask
 
+    layers = fastkd.FCDLoss(backend="torch")
+
+    def twice(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        value, terms = layers([student, student], [teacher, teacher], mask, return_terms=True)
+        return value + terms["tokens"]
+
     return {
-        "tokens": (fastkd.FCDLoss(1, 0, backend="torch"), calls(True)),
+        "layers passed twice, and terms": (twice, calls(True)),
         "KL of samples": (fastkd.FCDLoss(0, 1, "layer_norm", "kl", backend="torch"), calls(False)),
         "MSE of samples": (fastkd.FCDLoss(0, 1, "softmax", "mse", backend="torch"), calls(False)),
     }

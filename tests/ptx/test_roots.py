@@ -1,13 +1,14 @@
 """csrc/linalg/roots.cu as nvcc compiles it, executed."""
 
 import functools
+import re
 
 import pytest
 import torch
 
 import setup as recipe
 from tools.cuda_source import ptx
-from tools.ptx import entries, launch
+from tools.ptx import Hazard, entries, launch
 
 NVCC = recipe.find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
@@ -67,6 +68,16 @@ def test_eigenvectors(n, capability, most):
     close(values, torch.linalg.eigvalsh(a))
     close(V * values[:, None, :] @ V.mT, a)
     close(V.mT @ V, torch.eye(n, dtype=torch.float64).expand_as(V))
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 6, 8])
+def test_a_missing_barrier_is_a_race(number, monkeypatch):
+    parts = re.split(r"(bar\.sync\s+0;)", kernel(80, small=False))
+    text = "".join(parts[: 2 * number + 1] + parts[2 * number + 2 :])
+    monkeypatch.setattr("tests.ptx.test_roots.kernel", lambda capability, small: text)
+    with pytest.raises(Hazard) as raised:
+        decomposed(matrices(1, 5), 80, VECTORS)
+    assert len(parts) == 19 and raised.value.kind == "race"
 
 
 def test_what_is_not_finite_is_nan():
