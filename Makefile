@@ -57,7 +57,7 @@ tests: $(VENV)/bytecode
 	  -m "$(THOROUGH)" -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
-COMPILED := $(addprefix tests/test_,relation.py knn.py projection.py weights.py \
+COMPILED := $(addprefix tests/test_,relation.py knn.py projection.py \
   soft_targets.py values.py edges.py layouts.py derivatives.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \

@@ -12,6 +12,7 @@ from fastkd._core.registry import LOSSES, inputs_of
 from fastkd.analysis import rccc
 from fastkd.distill import merged_span_loss, span_likelihood_loss
 from tests.losses import FILES
+from tests.support.compare import raises
 from tests.support.every import DEVICE, every_loss, features, padding
 
 WRONG = {
@@ -55,6 +56,35 @@ def test_mistakes_of_the_rows(name):
         with pytest.raises((ValueError, TypeError), match=words) as raised:
             call()
         assert "\n" not in str(raised.value), words
+
+
+WEIGHTED = [
+    name
+    for loss in LOSSES
+    for name in loss.functions
+    if "weights" in inspect.signature(getattr(fastkd, name)).parameters
+]
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_wrong_weights_are_named_or_visible(name):
+    """Weights of positions, rows or samples; random calls have right ones."""
+    (student, *learning), given, options = inputs_of(name)
+    shape = student.shape[: 1 if name in ("attention_loss", "relation_loss") else -1]
+
+    def call(weights: torch.Tensor) -> torch.Tensor:
+        rest = options | {"weights": weights}
+        return getattr(fastkd, name)(student, *learning, *given, **rest)
+
+    assert call(torch.full(shape, torch.nan)).isnan()
+    remedy = "call it once for each" if name in ("relation_loss", "layer_norm_mse") else "none"
+    for words, weights in (
+        (r"weights must have shape .* leading dimensions of", torch.ones(*shape, 2)),
+        ("weights must be bfloat16", torch.ones(shape, dtype=torch.int64)),
+        (r"weights is on meta but .* is on cpu", torch.ones(shape, device="meta")),
+        (f"weights requires grad.*{remedy}.*weights.detach", torch.ones(shape).requires_grad_()),
+    ):
+        raises(words, call, weights, error=(TypeError, ValueError))
 
 
 GARBAGE = (

@@ -29,7 +29,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
 }
 LOSSES = (
     "cca derivatives edges errors head_of knn layouts linalg numerics projection queue "
-    "relation soft_targets token_log_probs values weights"
+    "relation soft_targets token_log_probs values"
 )
 # Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.
 NOT = "triton or kernels or compile or graph or symbolic or inductor or twice"

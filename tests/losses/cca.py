@@ -424,7 +424,6 @@ def growing() -> dict[str, tuple]:
     return {
         "few features": (functools.partial(loss, ridge=0.0), calls(4, 5)),
         "few observations": (functools.partial(loss, top_k=2), calls(30, 40)),
-        "no mask": (lambda s, t, m: loss(s, t), calls(30, 40)),
     }
 
 

@@ -242,34 +242,18 @@ def edges(backend: str) -> Iterator[tuple]:
 
 
 def growing() -> dict[str, tuple]:
-    def pair(*shape):
-        return torch.randn(*shape, requires_grad=True), torch.randn(*shape)
-
-    def loss(student, teacher, mask, labels, negatives, bank_labels, reduction):
+    def loss(student, teacher, labels, negatives, bank_labels):
         return fastkd.cos_nce_loss(
-            student, teacher, mask=mask, labels=labels, negatives=negatives,
-            negatives_labels=bank_labels, reduction=reduction, backend="torch",
+            student, teacher, labels=labels, negatives=negatives, negatives_labels=bank_labels,
+            reduction="none", backend="torch",
         )  # fmt: skip
 
-    in_batch, bank, each = (
-        lambda n: (*pair(n, n + 1, 8), torch.rand(n, n + 1) > 0.3, torch.arange(n) % 3, None, None),
-        lambda n: (
-            *pair(n, 8), None, torch.arange(n), torch.randn(2 * n, 8), torch.arange(2 * n)
-        ),
-        lambda n: (*pair(n, 8), None, None, torch.randn(n, n, 8), None),
-    )  # fmt: skip
-    mean, none = (functools.partial(loss, reduction=r) for r in ("mean", "none"))
-
-    def layers():
+    def calls() -> Iterator[tuple]:
         for n in (4, 5, 9):
-            yield list(torch.randn(2, n, 3, 8)), list(torch.randn(2, n, 3, 6)), torch.ones(n, 3)
+            student, bank = torch.randn(n, 8, requires_grad=True), torch.randn(2 * n, 8)
+            yield student, torch.randn(n, 8), torch.arange(n), bank, torch.arange(2 * n)
 
-    return {
-        "batch": (mean, map(in_batch, (4, 5, 9))),
-        "labelled bank": (none, map(bank, (4, 5, 9))),
-        "each": (mean, map(each, (4, 5, 9))),
-        "layers": (fastkd.CosNCELoss(8, 6), layers()),
-    }
+    return {"labelled bank": (loss, calls())}
 
 
 def bad() -> Iterator[tuple[str, Callable]]:

@@ -193,27 +193,12 @@ def edges(backend: str) -> Iterator[tuple]:
 
 
 def growing() -> dict[str, tuple]:
-    def learns(*shape):
-        return torch.randn(*shape, requires_grad=True)
+    def rows(*sizes: int) -> list[tuple]:
+        return [(torch.randn(2, n, 16, requires_grad=True),) for n in sizes]
 
-    loss = functools.partial(fastkd.layer_norm_mse, backend="torch")
-    sizes = ((2, 4), (3, 5), (5, 33))
     projection = functools.partial(fastkd.OrthogonalProjection, 16, 12, backend="torch")
-    return {
-        "layer_norm_mse": (loss, [(learns(*size), learns(*size)) for size in sizes]),
-        "cayley": (fastkd.cayley, [(learns(rows, n, n),) for rows, n in sizes]),
-        "few rows": (projection(), [(learns(2, n, 16),) for n in (4, 5, 8)]),
-        # More rows than columns are multiplied by the matrix.
-        "many rows": (projection(), [(learns(2, n, 16),) for n in (30, 31, 50)]),
-        "weights": (projection(orthogonal=False), [(learns(2, n, 16),) for n in (4, 5, 50)]),
-        "dual projection": (
-            fastkd.DualProjectionLoss(16, 12, backend="torch"),
-            [
-                (learns(n, n + 2, 16), torch.randn(n, n + 2, 12), torch.ones(n, n + 2))
-                for n in (4, 5, 15)
-            ],
-        ),
-    }
+    # More rows than columns are multiplied by the matrix.
+    return {"few rows": (projection(), rows(4, 5, 8)), "many rows": (projection(), rows(30, 31))}
 
 
 def bad() -> Iterator[tuple[str, Callable]]:

@@ -228,9 +228,9 @@ def edges(backend: str) -> Iterator[tuple]:
 
 
 def growing() -> dict[str, tuple]:
-    def calls(masked):
+    def calls() -> Iterator[tuple]:
         for n in (4, 9, 30):
-            mask = torch.arange(n + 3) < torch.arange(2, n + 2)[:, None] if masked else None
+            mask = torch.arange(n + 3) < torch.arange(2, n + 2)[:, None]
             yield torch.randn(n, n + 3, 24, requires_grad=True), torch.randn(n, n + 3, 16), mask
 
     layers = fastkd.FCDLoss(backend="torch")
@@ -239,11 +239,7 @@ def growing() -> dict[str, tuple]:
         value, terms = layers([student, student], [teacher, teacher], mask, return_terms=True)
         return value + terms["tokens"]
 
-    return {
-        "layers passed twice, and terms": (twice, calls(True)),
-        "KL of samples": (fastkd.FCDLoss(0, 1, "layer_norm", "kl", backend="torch"), calls(False)),
-        "MSE of samples": (fastkd.FCDLoss(0, 1, "softmax", "mse", backend="torch"), calls(False)),
-    }
+    return {"layers passed twice, and terms": (twice, calls())}
 
 
 def bad() -> Iterator[tuple[str, Callable]]:

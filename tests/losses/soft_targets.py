@@ -804,33 +804,22 @@ def growing() -> dict[str, tuple]:
     def learning(*shape: int) -> Tensor:
         return torch.randn(*shape, requires_grad=True)
 
-    def logits(more: bool) -> Iterator[tuple]:
+    def logits() -> Iterator[tuple]:
         for n, V in sizes:
-            rest = (torch.ones(n, 2), torch.randn(n, 2)) if more else (None, None)
-            yield learning(n, 2, V), torch.randn(n, 2, V), *rest
+            yield learning(n, 2, V), torch.randn(n, 2, V), torch.ones(n, 2), torch.randn(n, 2)
 
-    def heads(masked: bool) -> Iterator[tuple]:
+    def heads() -> Iterator[tuple]:
         for n, V in sizes:
-            teacher = torch.randn(n, 2, 9), torch.randn(V, 9)
-            mask = torch.ones(n, 2) if masked else None
-            yield learning(n, 2, 6), learning(V, 6), *teacher, mask
+            yield learning(n, 2, 6), learning(V, 6), torch.randn(n, 2, 9), torch.randn(V, 9)
 
-    def soft(name: str, reduction: str) -> Callable:
-        return lambda s, t, mask, weights: fastkd.soft_target_loss(
-            s, t, mask=mask, weights=weights, divergence=name, reduction=reduction, backend="torch"
+    def adaptive(student: Tensor, teacher: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        return fastkd.soft_target_loss(
+            student, teacher, mask=mask, weights=weights, divergence="adaptive_kl", backend="torch"
         )
 
-    def linear(reduction: str) -> Callable:
-        return lambda *given: fastkd.linear_soft_target_loss(
-            *given[:4], mask=given[4], reduction=reduction, chunk_bytes=264, backend="torch"
-        )
-
-    return {
-        "forward KL": (soft("forward_kl", "none"), logits(False)),
-        "adaptive KL": (soft("adaptive_kl", "batchmean"), logits(True)),
-        "heads": (linear("batchmean"), heads(True)),
-        "rows of heads": (linear("none"), heads(False)),
-    }
+    options = {"reduction": "none", "chunk_bytes": 264, "backend": "torch"}
+    linear = functools.partial(fastkd.linear_soft_target_loss, **options)
+    return {"adaptive KL": (adaptive, logits()), "rows of heads": (linear, heads())}
 
 
 def bad() -> Iterator[tuple[str, Callable]]:
