@@ -28,7 +28,6 @@ LEFT_OUT = {
     "tests/train/test_arrow_rows.py": "about memory, not versions",
     "tests/cli/test_display.py": "about terminals, not versions",
     "tests/distill/test_verify.py": "starts many processes",
-    "tests/distill/test_several.py": "starts many processes",
     "tests/distill/test_loops.py": "compiles whole models",
     "tests/distill/test_any_loop.py": "a page of the docs, whose parts are tested",
     "tests/cli/test_processes.py": "minutes of training in many processes",

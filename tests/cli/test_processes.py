@@ -54,7 +54,7 @@ RUNS: dict[str, dict] = {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded chat": CHAT,
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1", "max_new_tokens": 4},
-        # Whose steps in processes that hold whole models: tests/distill/test_two_vocabularies.py.
+        # Whose steps in processes that hold whole models: tests/distill/test_by_hand.py.
         "sharded, two tokenizers": {
             "task": "causal-lm", "student": "student", "unmatched": "sorted", "method": "fcd",
             "gather": True, "accumulate": 2,

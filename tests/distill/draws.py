@@ -384,6 +384,7 @@ class Step:
         if self.head == "written words":
             self.front = self.decoder != "shifted" and self.chance(0.5)
         self.keep_logits = self.name != "gold" and self.chance(0.4)
+        self.trains = self.chance(0.2)  # a loop sets the teachers' mode, too
         whole = not self.parts and self.per_token and self.head != "written words"
         self.num_items = self.number(2, 9) if whole and self.chance(0.3) else None
         if self.num_items and self.nothing and self.labelled:
@@ -541,6 +542,8 @@ class Step:
         made.set_progress(self.hand.progress)
         if self.chosen:
             made.prepare(self.batches)
+        if self.trains and self.form != "adapters of the teacher":
+            made.teacher.train()
         return made
 
     def taught(self, teachers: list[Any]) -> Any:
@@ -1381,18 +1384,24 @@ def described(step: Step) -> str:
     return f"{step.hand.method!r}\n  {about}, texts={texts}, {models}"
 
 
+def offloaded(step: Step, folder: str) -> list[Any]:
+    """The teachers, moved away if that is drawn."""
+    if not step.form.startswith("offloaded"):
+        return step.teachers
+    teachers, cpu = [copy.deepcopy(x) for x in step.teachers], torch.device("cpu")
+    for number, teacher in enumerate(teachers):
+        if step.form == "offloaded":
+            offload(teacher, cpu)
+        elif step.form == "offloaded by accelerate":
+            accelerate.cpu_offload(teacher, cpu)
+        else:
+            accelerate.disk_offload(teacher, f"{folder}/of {number}", cpu)
+    return teachers
+
+
 def _wrong(step: Step, folder: str) -> str | None:
     step.batches = step.micro_batches()
-    teachers = step.teachers
-    if step.form.startswith("offloaded"):
-        teachers, cpu = [copy.deepcopy(x) for x in teachers], torch.device("cpu")
-        for number, teacher in enumerate(teachers):
-            if step.form == "offloaded":
-                offload(teacher, cpu)
-            elif step.form == "offloaded by accelerate":
-                accelerate.cpu_offload(teacher, cpu)
-            else:
-                accelerate.disk_offload(teacher, f"{folder}/of {number}", cpu)
+    teachers = offloaded(step, folder)
     distiller = step.distiller(step.taught(teachers))
     with torch.no_grad():
         for p in step.hand.method.parameters():
@@ -1411,14 +1420,21 @@ def _wrong(step: Step, folder: str) -> str | None:
     logits: list[Any] = []
     distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
     half = step.form == "autocast"
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
+    if not step.parts and step.chance(0.5):  # the backward pass runs outside
+        distiller.forward, autocast = autocast(distiller.forward), contextlib.nullcontext()
+    with autocast:
         if step.spread:
             terms, gradients = over_processes(step, distiller)
         else:
             terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
     if any(x.requires_grad for x in terms.values()):
         return "the terms require grad"
+    if terms["loss"].dtype == torch.bfloat16:
+        return "the loss is rounded"
     distiller.zero_grad()
+    for teacher in (*teachers, *step.teachers):
+        teacher.eval()
     loss, expected, compared = step.by_hand()
     # Nothing may be compared.
     (loss + 0 * sum(p.sum() for p in distiller.parameters() if p.requires_grad)).backward()
@@ -1440,11 +1456,17 @@ def _wrong(step: Step, folder: str) -> str | None:
         error = float((gradients.get(name, zero) - wanted.get(name, zero)).abs().max())
         if not error <= (6 if half else 100) * rtol * max(largest, 1e-3):
             return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
-    if not (step.parts or step.hand.perturb or step.form == "average") and step.chance(0.3):
-        with torch.no_grad():
-            evaluated = distiller.eval()(**step.batches[0])
-        return _apart({**evaluated.terms, "loss": evaluated.loss}, expected, rtol)
-    return None
+    if step.hand.perturb or step.form == "average" or not step.chance(0.3):
+        return None
+    return _apart(evaluated(step, distiller.eval()), expected, rtol)
+
+
+def evaluated(step: Step, distiller: Distiller) -> dict[str, Tensor]:
+    with torch.no_grad() if step.form.startswith("offloaded") else torch.inference_mode():
+        outs = distiller.accumulate(step.batches)
+        outs = list(outs) if step.parts else [distiller(**step.batches[0])]
+        found = [{**out.terms, "loss": out.loss} for out in outs]
+    return {name: sum(x[name] for x in found) for name in found[0]}
 
 
 def _apart(terms: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> str | None:

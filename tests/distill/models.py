@@ -9,6 +9,7 @@ from torch import Tensor
 from fastkd.distill import Distiller, DistillerOutput, Method, method_by_name, student_from_teacher
 from fastkd.distill.baselines import BASELINES
 from fastkd.distill.verify import gradients_of
+from fastkd.models.batch import rotate
 
 VOCAB, PAD = 60, 0
 SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD}
@@ -16,38 +17,83 @@ BERT = {
     **SMALL, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 64,
 }  # fmt: skip
-
-CONFIGS = {
-    "bert": lambda n: t.BertConfig(**BERT, num_hidden_layers=n),
-    "roberta": lambda n: t.RobertaConfig(**BERT, num_hidden_layers=n),
-    "distilbert": lambda n: t.DistilBertConfig(
-        **SMALL, dim=16, n_heads=2, hidden_dim=32, n_layers=n, max_position_embeddings=64
-    ),
-    "electra": lambda n: t.ElectraConfig(**BERT, embedding_size=8, num_hidden_layers=n),
-    "albert": lambda n: t.AlbertConfig(**BERT, embedding_size=8, num_hidden_layers=n),
-    "deberta_v2": lambda n: t.DebertaV2Config(
-        **BERT, num_hidden_layers=n, relative_attention=True, pos_att_type=["c2p", "p2c"],
-        position_buckets=8, conv_kernel_size=3, pooler_hidden_size=16,
-    ),
-    "xlnet": lambda n: t.XLNetConfig(
-        **SMALL, d_model=16, n_head=2, d_inner=32, n_layer=n, summary_activation="tanh"
-    ),
-    "gpt2": lambda n: t.GPT2Config(**SMALL, n_embd=16, n_head=2, n_layer=n, n_positions=64),
-    "llama": lambda n: t.LlamaConfig(
-        **SMALL, hidden_size=16, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, num_hidden_layers=n, max_position_embeddings=64,
-    ),
+# Options of each family beside BERT's; None: it has no such size, or by another name.
+NAMED = {"intermediate_size": None}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+GROUPED, HEADS = {"num_key_value_heads": 1}, {"head_dim": 8}
+IMAGE = {
+    "image_size": 16, "patch_size": 8,
+    **dict.fromkeys(("vocab_size", "pad_token_id", "max_position_embeddings")),
 }  # fmt: skip
-FAMILIES = list(CONFIGS)
+TWO = {  # an encoder and a decoder
+    **NAMED, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": None,
+}  # fmt: skip
+FAMILIES = {
+    "bert": {}, "roberta": {}, "mpnet": {}, "gpt_neox": {}, "gpt2": NAMED,
+    "distilbert": {**NAMED, "hidden_dim": 32},
+    "electra": {"embedding_size": 8}, "albert": {"embedding_size": 8},
+    "deberta_v2": {
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8,
+        "conv_kernel_size": 3,
+    },
+    "xlnet": {
+        **dict.fromkeys(BERT.keys() - SMALL.keys()), "d_model": 16, "n_head": 2, "d_inner": 32,
+        "summary_activation": "tanh",
+    },
+    "squeezebert": {
+        "embedding_size": 16,
+        **dict.fromkeys(
+            (f"{x}_groups" for x in ("q", "k", "v", "post_attention", "intermediate", "output")), 1
+        ),
+    },
+    "mobilebert": {
+        "hidden_size": 32, "embedding_size": 16, "intra_bottleneck_size": 16,
+        "num_feedforward_networks": 1,
+    },
+    "modernbert": {**ENDS, "cls_token_id": 1, "sep_token_id": 2},
+    "longformer": {"attention_window": [4, 4, 6], "sep_token_id": 2},
+    "opt": {**NAMED, "ffn_dim": 32},
+    "opt, narrow embeddings": {
+        **NAMED, "ffn_dim": 32, "word_embed_proj_dim": 8, "do_layer_norm_before": False,
+    },
+    "bloom": {**NAMED, "max_position_embeddings": None},
+    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3"), GROUPED),
+    **dict.fromkeys(("qwen3", "gemma", "gemma2"), GROUPED | HEADS),
+    "t5": {
+        **NAMED, "d_kv": 8, "d_ff": 32, "num_decoder_layers": 3, "decoder_start_token_id": 0,
+        "max_position_embeddings": None,
+    },
+    "bart": TWO,
+    "prophetnet": {
+        **NAMED, **ENDS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_hidden_layers": None,
+        "num_encoder_layers": 3, "num_decoder_layers": 3, "num_encoder_attention_heads": 2,
+        "num_decoder_attention_heads": 2, "decoder_start_token_id": 0, "ngram": 2,
+        "max_position_embeddings": 16,
+    },
+    "whisper": {
+        **TWO, **ENDS, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16,
+        "decoder_start_token_id": 3, "begin_suppress_tokens": [],
+    },
+    **dict.fromkeys(("vit", "deit", "dinov2"), IMAGE),
+}  # fmt: skip
 PADS_LEFT = {"xlnet"}
+
+
+def config_of(family: str, layers: int = 3, **options) -> t.PreTrainedConfig:
+    """A configuration of random weights that losses can tell apart."""
+    given = {**BERT, "num_hidden_layers": layers, **FAMILIES.get(family, {}), **options}
+    kind = family.partition(",")[0].replace("_v2", "-v2")
+    config = t.AutoConfig.for_model(kind, **{n: x for n, x in given.items() if x is not None})
+    for name in ("initializer_range", "init_std"):
+        if hasattr(config, name) and name not in options:
+            setattr(config, name, 0.2)
+    return config
 
 
 def model(head: type, family: str, layers: int = 4, **options) -> t.PreTrainedModel:
     """A model of this class, or auto class, with random weights, in eval mode."""
-    config = CONFIGS[family](layers)
-    config.initializer_range = 0.2  # features and logits of a size that losses can tell apart
-    for name, value in options.items():
-        setattr(config, name, value)
+    config = config_of(family, layers, **options)
     return getattr(head, "from_config", head)(config).eval()
 
 
@@ -102,7 +148,7 @@ def ready(teacher, student, name: str, gather: bool = False, **options) -> Disti
     return distiller
 
 
-def exact(name: str, kind: str = "classifier", dropout: float = 0.0, **gather) -> Distiller:
+def exact(name: str, kind: str = "classifier", dropout: float = 0.0, **others) -> Distiller:
     """In float64, of a classifier or a language model, the same on every call."""
     torch.manual_seed(0)
     lm = kind == "language model"
@@ -112,7 +158,7 @@ def exact(name: str, kind: str = "classifier", dropout: float = 0.0, **gather) -
     set_dropout(student, dropout)
     torch.manual_seed(1)
     options = {"alpha1": 0.1, "k": 2} if name == "knn" else {}
-    return ready(teacher, student, name, **options, **gather)
+    return ready(teacher, student, name, **{**options, **others})
 
 
 def cut(data: dict[str, Tensor], *ends: int) -> list[dict[str, Tensor]]:
@@ -143,5 +189,8 @@ def split(data: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [dict(zip(data, row, strict=True)) for row in zip(*data.values(), strict=True)]
 
 
-def batch_for(family: str, **options) -> dict[str, Tensor]:
-    return batch(left=family in PADS_LEFT, **options)
+def padded_left(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its padding before the tokens."""
+    mask = data["attention_mask"]
+    lengths = mask.sum(1, keepdim=True)
+    return {n: rotate(x, lengths, 1) if x.shape == mask.shape else x for n, x in data.items()}

@@ -1,7 +1,6 @@
 """What works with what, tried out on tiny models: `python -m tests.distill.support` writes
 docs/support.md."""
 
-import copy
 import re
 import warnings
 from pathlib import Path
@@ -10,76 +9,9 @@ import torch
 import transformers as t
 
 from fastkd.distill import METHODS, AttentionMSE, Distiller, method_by_name, student_from_teacher
-from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch
+from tests.distill.models import FAMILIES, PADS_LEFT, batch, config_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-
-DECODER = {
-    **SMALL, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
-IMAGE = {
-    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
-    "patch_size": 8, "num_hidden_layers": 3,
-}  # fmt: skip
-GROUPS = ("q", "k", "v", "post_attention", "intermediate", "output")
-
-# Three layers each.
-FAMILIES = {
-    **{name: make(3) for name, make in CONFIGS.items()},
-    "squeezebert": t.SqueezeBertConfig(
-        **BERT, embedding_size=16, num_hidden_layers=3, **{f"{g}_groups": 1 for g in GROUPS}
-    ),
-    "mobilebert": t.MobileBertConfig(
-        **{**BERT, "hidden_size": 32}, embedding_size=16, num_hidden_layers=3,
-        intra_bottleneck_size=16, num_feedforward_networks=1,
-    ),
-    "mpnet": t.MPNetConfig(**BERT, num_hidden_layers=3),
-    "modernbert": t.ModernBertConfig(
-        **BERT, num_hidden_layers=3, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
-    ),
-    "opt": t.OPTConfig(
-        **SMALL, hidden_size=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=3,
-        max_position_embeddings=64, word_embed_proj_dim=16,
-    ),
-    "opt, narrow embeddings": t.OPTConfig(
-        **SMALL, hidden_size=16, ffn_dim=32, num_attention_heads=2, num_hidden_layers=3,
-        max_position_embeddings=64, word_embed_proj_dim=8, do_layer_norm_before=False,
-    ),
-    "longformer": t.LongformerConfig(
-        **BERT, num_hidden_layers=3, attention_window=[4, 4, 6], sep_token_id=2
-    ),
-    "gpt_neox": t.GPTNeoXConfig(**BERT, num_hidden_layers=3),
-    "bloom": t.BloomConfig(**SMALL, hidden_size=16, n_head=2, n_layer=3),
-    "mistral": t.MistralConfig(**DECODER, num_hidden_layers=3),
-    "qwen2": t.Qwen2Config(**DECODER, num_hidden_layers=3),
-    "qwen3": t.Qwen3Config(**DECODER, head_dim=8, num_hidden_layers=3),
-    "phi3": t.Phi3Config(**DECODER, num_hidden_layers=3),
-    "gemma": t.GemmaConfig(**DECODER, head_dim=8, num_hidden_layers=3),
-    "gemma2": t.Gemma2Config(**DECODER, head_dim=8, num_hidden_layers=3),
-    "t5": t.T5Config(
-        **SMALL, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, decoder_start_token_id=0
-    ),
-    "bart": t.BartConfig(
-        **SMALL, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-    ),
-    "prophetnet": t.ProphetNetConfig(
-        **SMALL, hidden_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, num_encoder_layers=3,
-        num_decoder_layers=3, num_encoder_attention_heads=2, num_decoder_attention_heads=2,
-        decoder_start_token_id=0, bos_token_id=1, eos_token_id=2, ngram=2,
-        max_position_embeddings=16,
-    ),
-    "whisper": t.WhisperConfig(
-        **SMALL, num_mel_bins=8, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, d_model=16,
-        max_source_positions=20, max_target_positions=16, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
-    ),
-    "vit": t.ViTConfig(**IMAGE),
-    "deit": t.DeiTConfig(**IMAGE),
-    "dinov2": t.Dinov2Config(**IMAGE),
-}  # fmt: skip
 
 HEADS = {
     "none": t.AutoModel,
@@ -115,7 +47,7 @@ WITHOUT_HEAD = {
 
 def heads(family):
     """The heads that transformers has for it; a decoder that predicts words is enough."""
-    config = FAMILIES[family]
+    config = config_of(family)
     for head, auto in HEADS.items():
         if type(config) not in auto._model_mapping:
             continue
@@ -125,12 +57,8 @@ def heads(family):
 
 
 def model_of(family, head):
-    config = copy.deepcopy(FAMILIES[family])
-    config.num_labels = 2 if head == "answers" else 3
+    config = config_of(family, num_labels=2 if head == "answers" else 3)
     config.architectures = ["DeiTForImageClassification"] if family == "deit" else None
-    for name in ("initializer_range", "init_std"):
-        if hasattr(config, name):
-            setattr(config, name, 0.2)
     torch.manual_seed(0)
     if head == "none" and family in ENCODERS:
         return ENCODERS[family](config)
@@ -150,11 +78,11 @@ def data_of(family, head):
     data = batch(rows=4, left=family in PADS_LEFT)
     ids, mask = data["input_ids"], data["attention_mask"]
     if family == "longformer" and head in ("answers", "choices"):
-        ids[:, 1:4] = FAMILIES[family].sep_token_id
+        ids[:, 1:4] = config_of(family).sep_token_id
     if family == "prophetnet" and head == "none":
         data["decoder_input_ids"] = torch.randint(5, 60, (4, 6))
-    if FAMILIES[family].is_encoder_decoder:  # whose heads read the end
-        ids[torch.arange(4), mask.sum(1) - 1] = FAMILIES[family].eos_token_id
+    if config_of(family).is_encoder_decoder:  # whose heads read the end
+        ids[torch.arange(4), mask.sum(1) - 1] = config_of(family).eos_token_id
     if head in WRITTEN:
         data["labels"] = words()
     if head in ("tokens", "masked words", "next word"):

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from pathlib import Path
 
 import peft
 import pytest
@@ -23,8 +24,10 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill.cache import sample_keys
+from fastkd.distill.verify import taken
 from fastkd.models.batch import MixedDocuments
-from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
+from tests.distill.draws import halved
+from tests.distill.models import batch, classifier, config_of, model, pair, recipe
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, padded
@@ -45,29 +48,20 @@ def method_of(name, **options):
     return method
 
 
-def losses_and_gradients(distiller, data):
-    distiller.set_progress(1.0)
-    results = []
-    for inputs in data:
-        torch.manual_seed(4)
-        out, gradients = step(distiller, inputs)
-        results.append((out.terms, gradients))
-    return results
-
-
-def assert_same_bits(got, expected):
-    torch.testing.assert_close(got, expected, atol=0, rtol=0)
-
-
-def live_and_cached(teacher, student, make, data, path, **options):
-    live = Distiller(teacher, copy.deepcopy(student), make(), **options)
-    torch.manual_seed(0)
+def live_and_cached(teacher, student, make, data, path):
+    """The cache of the data, with whose outputs a step has the same bits as with the teacher's."""
+    live = Distiller(teacher, copy.deepcopy(student), make())
     cache = live.cache_teacher(data, path)
-    cached = Distiller(TeacherCache(path), copy.deepcopy(student), make(), **options)
+    cached = Distiller(TeacherCache(path), copy.deepcopy(student), make())
     cached.method.load_state_dict(live.method.state_dict())
     assert not list(cached.teacher.parameters())
     assert {key.partition(".")[0] for key in cached.state_dict()} <= {"student", "method"}
-    assert_same_bits(losses_and_gradients(cached, data), losses_and_gradients(live, data))
+    for inputs in data:
+        found = []
+        for distiller in (live, cached):
+            torch.manual_seed(4)
+            found.append(taken(distiller, inputs))
+        torch.testing.assert_close(*found, atol=0, rtol=0)
     return cache
 
 
@@ -79,13 +73,12 @@ def test_a_method_that_reads_one_token_stores_one_row_a_sample(tmp_path):
 
 
 def lora(teacher):
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     return peft.get_peft_model(teacher, config).eval()
 
 
-def halved(teacher):
-    teacher.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+def halves(teacher):
+    teacher.lm_head.register_forward_hook(lambda module, args, output: halved(output))
     return teacher
 
 
@@ -97,7 +90,7 @@ STORED = [
     ("llama", "next word", "lrkd", None, {"hidden.3", *HEAD}, {"weight"}),
     ("llama", "next word", "fcd", None, {"hidden.1", "hidden.3", "keys", "lengths"}, None),
     ("llama", "next word", "soft_targets", lora, HEAD, {"weight", "down_0", "up_0"}),
-    ("llama", "next word", "soft_targets", halved, {"keys", "lengths", "logits"}, None),
+    ("llama", "next word", "soft_targets", halves, {"keys", "lengths", "logits"}, None),
     ("bert", "masked words", "soft_targets", None, HEAD, {"weight", "bias"}),
     ("electra", "masked words", "soft_targets", None, HEAD, {"weight", "bias"}),
     ("gemma2", "next word", "soft_targets", None, HEAD, {"weight"}),
@@ -119,7 +112,7 @@ def test_stored_predictions(family, head, name, changed, stored, once, tmp_path)
 
 def test_keys_depend_on_every_input_of_the_teacher(tmp_path):
     """The same words in other places of a page are another sample."""
-    config = t.LayoutLMConfig(**BERT, num_hidden_layers=4, max_2d_position_embeddings=64)
+    config = config_of("layoutlm", 4, max_2d_position_embeddings=64)
     teacher = t.LayoutLMForSequenceClassification(config).eval()
     student = student_from_teacher(teacher, [2, 4])
     data = {**batch(num_labels=2), "bbox": torch.randint(0, 60, (6, 10, 4)).sort(-1).values}
@@ -197,16 +190,6 @@ def test_a_cache_that_does_not_match_is_an_error(tmp_path):
     raises("has cache format 0", TeacherCache, tmp_path)
 
 
-def test_precision_must_agree(tmp_path):
-    data = batches(2)
-    distiller = Distiller(*pair(), method_of("fcd"))
-    with torch.autocast("cpu", torch.bfloat16):
-        distiller.cache_teacher(data[:1], tmp_path)
-    raises("precision: bfloat16, now that of the weights", distiller.cache_teacher, data, tmp_path)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert len(distiller.cache_teacher(data, tmp_path)) == 12
-
-
 @pytest.mark.parametrize("name", ["shard-*.safetensors", "head.safetensors", "teacher.json"])
 def test_a_changed_file_is_an_error(tmp_path, name):
     torch.manual_seed(0)
@@ -228,38 +211,41 @@ def begun_by(teacher, student, data, path):
     return Distiller(teacher, student, method_of("fcd")).cache_teacher(data, path)
 
 
-def test_two_processes_create_one_description(tmp_path, monkeypatch):
-    """Two writers find an empty folder; the second has another teacher and is refused."""
+def test_what_else_writes_into_the_folder(tmp_path, monkeypatch):
+    """Of two writers that find an empty folder, the second has another teacher and is refused.
+
+    So are another precision, and a shard of another cache. Folders without hard links will do.
+    """
     (teacher, student), data = pair(), batches(2)
     link, words = os.link, "was written with other settings .*fingerprint: teacher"
 
-    def second(*paths):
+    def second(source, target):
         monkeypatch.setattr(os, "link", link)
-        begun_by(teacher, student, data[:1], tmp_path)
-        link(*paths)
+        begun_by(teacher, student, data[:1], Path(target).parent)
+        link(source, target)
 
     monkeypatch.setattr(os, "link", second)
-    raises(words, begun_by, classifier("bert"), student, data, tmp_path)
+    raises(words, begun_by, classifier("bert"), student, data, tmp_path / "both")
     monkeypatch.setattr(os, "link", second)
-    assert len(begun_by(teacher, student, data, tmp_path)) == 12
+    assert len(begun_by(teacher, student, data, tmp_path / "same")) == 12
 
+    with torch.autocast("cpu", torch.bfloat16):
+        begun_by(teacher, student, data[:1], tmp_path / "half")
+    words = "precision: bfloat16, now that of the weights"
+    raises(words, begun_by, teacher, student, data, tmp_path / "half")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(begun_by(teacher, student, data, tmp_path / "half")) == 12
 
-def test_folders_without_hard_links(tmp_path, monkeypatch):
-    def link(source, target):
+    def refused(source, target):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, "link", link)
-    begun_by(*pair(), batches(1), tmp_path)
-    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"teacher.json", "shard"}
-
-
-def test_a_shard_belongs_to_one_description(tmp_path):
-    data = batches(1)
-    for name in ("one", "two"):
-        begun_by(classifier("bert"), pair()[1], data, tmp_path / name)
-    (shard,) = (tmp_path / "two").glob("shard-*")
-    shard.rename(tmp_path / "one" / shard.name)
-    raises(f"{shard.name} does not belong to the cache", TeacherCache, tmp_path / "one")
+    monkeypatch.setattr(os, "link", refused)
+    begun_by(classifier("bert"), student, data[:1], tmp_path / "one")
+    names = {path.name.partition("-")[0] for path in (tmp_path / "one").iterdir()}
+    assert names == {"teacher.json", "shard"}
+    (shard,) = (tmp_path / "one").glob("shard-*")
+    shard.rename(tmp_path / "both" / shard.name)
+    raises(f"{shard.name} does not belong to the cache", TeacherCache, tmp_path / "both")
 
 
 class Encoder(nn.Module):
@@ -317,23 +303,18 @@ def test_the_configuration_is_part_of_the_fingerprint(kind, changed, tmp_path):
 
 
 def test_names_paths_and_dropout_do_not_change_the_fingerprint(tmp_path):
-    teacher, student = pair()
+    """Another order of classes is an error, without the teacher too."""
+    (teacher, student), data = pair(), batches(1)
     teacher.save_pretrained(tmp_path / "teacher")
     loaded = type(teacher).from_pretrained(tmp_path / "teacher")
-    data = batches(1)
-    begun_by(teacher, student, data, tmp_path / "cache")
+    cache = Distiller(teacher, student, SoftTargets()).cache_teacher(data, tmp_path / "cache")
     TeacherCache(tmp_path / "cache", teacher=loaded)
-    assert len(begun_by(loaded.train(), student, data, tmp_path / "cache")) == 6
-
-
-def test_another_order_of_classes_is_an_error_without_the_teacher(tmp_path):
-    names = {0: "bad", 1: "good", 2: "so-so"}
-    teacher, student = pair()
-    teacher.config.id2label, student.config.id2label = names, names
-    Distiller(teacher, student, SoftTargets()).cache_teacher(batches(1), tmp_path)
-    student.config.id2label = {0: "good", 1: "bad", 2: "so-so"}
-    for source in (teacher, TeacherCache(tmp_path)):
-        raises("student's classes are good, bad, so-so", Distiller, source, student, SoftTargets())
+    again = Distiller(loaded.train(), student, SoftTargets())
+    assert len(again.cache_teacher(data, tmp_path / "cache")) == 6
+    student.config.id2label = {0: "LABEL_1", 1: "LABEL_0", 2: "LABEL_2"}
+    for source in (teacher, cache):
+        words = "student's classes are LABEL_1, LABEL_0, LABEL_2"
+        raises(words, Distiller, source, student, SoftTargets())
 
 
 def held(mask):

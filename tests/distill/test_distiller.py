@@ -1,6 +1,7 @@
 """Teacher, student and method as one module."""
 
 import copy
+import random
 import warnings
 
 import pytest
@@ -9,10 +10,21 @@ import transformers as t
 from torch.nn.utils.rnn import pad_sequence
 
 from fastkd.distill import FCD, METHODS, Distiller, method_by_name, student_from_teacher
+from fastkd.distill.verify import taken
+from fastkd.models.batch import pad_right
 from tests.distill import support
-from tests.distill.models import batch, classifier, gradients_of, pair, ready, set_dropout, step
-from tests.distill.support import FAMILIES as SUPPORTED
+from tests.distill.models import (
+    batch,
+    classifier,
+    config_of,
+    padded_left,
+    pair,
+    ready,
+    set_dropout,
+    step,
+)
 from tests.support.compare import raises
+from tests.support.draw import FIRST
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
 
@@ -36,7 +48,7 @@ def test_only_the_needed_layers_are_kept():
         assert not any(x.requires_grad for x in teacher.values())
 
 
-def test_state_dict_holds_student_and_method_without_the_teacher(tmp_path):
+def test_state_dict_holds_student_and_method_without_the_teacher():
     distiller, other = make("lrkd"), make("lrkd")
     state, teacher = distiller.state_dict(), copy.deepcopy(other.teacher.state_dict())
     assert {key.partition(".")[0] for key in state} == {"student", "method"}
@@ -49,11 +61,6 @@ def test_state_dict_holds_student_and_method_without_the_teacher(tmp_path):
 
     distiller.method.teacher = torch.nn.Linear(2, 2)  # not the teacher
     raises(r"method\.teacher\.bias", distiller.load_state_dict, state, error=RuntimeError)
-
-    distiller.student.save_pretrained(tmp_path)
-    again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert again.state_dict().keys() == distiller.student.state_dict().keys()
-    assert again(batch()["input_ids"]).logits.isfinite().all()
 
 
 # LRC-BERT's schedule and perturbation
@@ -100,7 +107,7 @@ VOCABULARIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "head"), VOCABULARIES)
+@pytest.mark.parametrize(("family", "head"), random.Random(FIRST).sample(VOCABULARIES, 7))
 def test_logits_are_not_computed_if_no_term_reads_them(family, head):
     teacher, data = support.model_of(family, head), support.data_of(family, head)
     student = student_from_teacher(teacher, [1, 3])
@@ -134,6 +141,10 @@ def test_a_schedule_without_progress_warns_once():
     with pytest.warns(UserWarning, match="call distiller.set_progress"):
         out = distiller(**batch())
     assert set(out.terms) == {"cos_nce", "total"}
+    again = Distiller(distiller.teacher, distiller.student, method)
+    with pytest.warns(UserWarning, match="call distiller.set_progress"):
+        next(again.accumulate([batch()]))
+    raises("batches: none given", next, again.accumulate([]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         distiller(**batch())
@@ -141,7 +152,49 @@ def test_a_schedule_without_progress_warns_once():
         raises("progress", distiller.set_progress, bad)
 
 
-# Packed rows and padding sides
+# Padding sides
+
+
+def test_one_row_of_positions_gives_those_of_each_column():
+    teacher = support.model_of("gpt2", "next word").double()
+    distiller = ready(teacher, student_from_teacher(teacher, [1, 3]), "fcd").eval()
+    data = padded_left(support.data_of("gpt2", "next word"))
+    one, each = torch.arange(10)[None], torch.arange(10).expand(4, 10)
+    found, expected = (taken(distiller, {**data, "position_ids": x}) for x in (one, each))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_rows_with_unknown_padding():
+    """In a graph every row is rotated, some by 0."""
+    right = support.data_of("bert", "tokens")
+    del right["labels"]
+    left, rotated = padded_left(right), torch.compile(pad_right, backend="eager", fullgraph=True)
+    for data in (right, left):
+        found, first = rotated(data)
+        torch.testing.assert_close(found, right)
+        assert torch.equal(first, data["attention_mask"].argmax(1, keepdim=True))
+
+
+def test_a_head_that_reads_the_last_position_keeps_its_side():
+    """XLNet's tokenizer pads left; a decoder without a mask needs positions."""
+    torch.manual_seed(0)
+    teacher, student = pair("xlnet")
+    distiller, data = Distiller(teacher, student, FCD()).eval(), batch(left=True)
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(distiller(**data).logits, student(**inputs).logits)
+    raises(r"XLNetFor.* reads the last position .*; pad on the left", distiller, **batch())
+    teacher, student = (x.double() for x in pair("gpt2"))
+    distiller, right = Distiller(teacher, student, FCD()).eval(), batch()
+    left = padded_left(right)
+    left["inputs_embeds"] = torch.randn(6, 10, 16, dtype=torch.float64)
+    del left["input_ids"]
+    raises(r"GPT2ForSequenceClassification .*; pass position_ids", distiller, **left)
+    left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    inputs = {name: x for name, x in left.items() if name != "labels"}
+    torch.testing.assert_close(distiller(**left).logits, student(**inputs).logits)
+
+
+# Packed rows
 
 
 def decoders(head=t.LlamaForCausalLM, layers=(2, 4)):
@@ -200,7 +253,7 @@ def test_models_that_mix_packed_documents_are_an_error(how):
         teacher, student = pair("bert", head=t.BertForMaskedLM)
         data["inputs_embeds"] = torch.randn(*data.pop("input_ids").shape, 16)
     elif how == "teacher":
-        teacher, side = t.OPTForCausalLM(SUPPORTED["opt"]).double(), how
+        teacher, side = t.OPTForCausalLM(config_of("opt")).double(), how
     else:
         hint = "pass position_ids that start again, give"
         del data["position_ids"]
@@ -220,7 +273,7 @@ def test_models_that_mix_packed_documents_are_an_error(how):
 def test_new_weights_that_mix_documents_are_an_error(family, dtype):
     """Of weights of 0.02 attention says little, and less than rounding in bfloat16."""
     kind = t.T5EncoderModel if family == "t5" else t.AutoModel.from_config
-    teacher, student = (kind(copy.deepcopy(SUPPORTED[family])).to(dtype) for _ in range(2))
+    teacher, student = (kind(config_of(family, initializer_range=0.02)).to(dtype) for _ in range(2))
     distiller = Distiller(teacher, student, FCD(task_weight=0))
     data = packed(documents(), "segments", labels=False)
     if family == "llama":
@@ -228,31 +281,6 @@ def test_new_weights_that_mix_documents_are_an_error(family, dtype):
         return
     del data["position_ids"]
     raises(r"which the student \(\w+\) reads as one", distiller, **data)
-
-
-# Mixed precision, accumulation, several processes
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [("bert", "fcd"), ("bert", "lrc_bert"), ("bert", "mc3kd"), ("gpt2", "knn")]
-)
-def test_autocast_is_close_to_full_precision(family, name):
-    distiller, data = make(name, family).eval(), batch(rows=16)
-    plain, gradients = distiller(**data), []
-    for backward_inside in (False, True):
-        distiller.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            mixed = distiller(**data)
-            if backward_inside:
-                mixed.loss.backward()
-        if not backward_inside:
-            mixed.loss.backward()
-        gradients.append(gradients_of(distiller))
-    assert mixed.loss.dtype == torch.float32
-    for key, value in plain.terms.items():
-        torch.testing.assert_close(mixed.terms[key].float(), value, atol=0.05, rtol=0.1)
-    assert all(x.dtype == torch.float32 for x in gradients[0].values())
-    torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

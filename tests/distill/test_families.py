@@ -1,4 +1,4 @@
-"""Blocks of models that are no plain stack, and the errors for models without blocks."""
+"""Blocks and outputs of models, those that are no plain stack too, and models without blocks."""
 
 import copy
 
@@ -8,15 +8,128 @@ import transformers as t
 from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
 
-from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, student_from_teacher
+from fastkd.distill import (
+    FCD,
+    LRKD,
+    Distiller,
+    IntraClassKNN,
+    SoftTargets,
+    method_by_name,
+    student_from_teacher,
+)
 from fastkd.models.backbone import Backbone
-from fastkd.models.inputs import NoLayers, find_stack
+from fastkd.models.hooks import capture, replaced_embeddings
+from fastkd.models.inputs import NoLayers, find_stack, reads_last_token
 from fastkd.models.outputs import LayerRequest, model_outputs
-from tests.distill.models import BERT, recipe
-from tests.distill.support import FAMILIES as SUPPORTED
+from tests.distill.models import batch, classifier, config_of, model, recipe
 from tests.distill.support import data_of, model_of
 from tests.distill.test_student import GEMMA_3N, PER_LAYER
 from tests.support.compare import raises
+
+# Models that test_by_hand.py doesn't run. SqueezeBERT doesn't call its blocks as modules,
+# Longformer pads to whole windows, ProphetNet adds streams of predictions.
+STATES = [
+    ("whisper", "transcripts"), ("squeezebert", "sequence"), ("longformer", "none"),
+    ("prophetnet", "none"), ("t5", "sequence"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "head"), STATES)
+def test_layers_are_transformers_hidden_states(family, head):
+    whole, data = model_of(family, head).eval(), data_of(family, head)
+    backbone = Backbone(whole)
+    data = backbone.with_decoder_inputs(data, data.pop("labels"))
+    with torch.no_grad():
+        output = whole(**data, output_hidden_states=True)
+        found = model_outputs(backbone, data, LayerRequest((0, 1, 2, 3))).hidden
+        some = model_outputs(backbone, data, LayerRequest((2,))).hidden
+    expected = getattr(output, "decoder_hidden_states", None) or output.hidden_states
+    assert sorted(found) == [0, 1, 2, 3] and sorted(some) == [2]
+    for layer, hidden in found.items():
+        torch.testing.assert_close(hidden, expected[layer])
+    torch.testing.assert_close(some[2], expected[2])
+    assert backbone.hidden_size == expected[3].shape[-1] and backbone.num_layers == 3
+
+
+def test_a_head_without_ids_reads_the_last_position():
+    models, seen = [classifier("gpt2", layers).double() for layers in (4, 2)], []
+    method = IntraClassKNN(alpha2=0, alpha3=0)
+    method.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    embeds = torch.randn(4, 6, 16, dtype=torch.float64)
+    Distiller(*models, method).eval()(inputs_embeds=embeds, labels=torch.arange(4) % 2)
+    tokens, _ = seen[0].pooled("cls", *seen[0].last())
+    for one, token in zip(models[::-1], tokens, strict=True):
+        torch.testing.assert_close(one.score(token), one(inputs_embeds=embeds).logits)
+
+
+def test_no_hook_stays():
+    """That replaced embeddings reach the first block: LRC-BERT among the random steps."""
+    bert, inputs = classifier("bert"), batch()
+    backbone = Backbone(bert)
+    with pytest.raises(RuntimeError, match="stop"), capture(backbone, [1, 4]):
+        raise RuntimeError("stop")
+    with torch.no_grad(), replaced_embeddings(backbone, lambda emb: emb + 0) as same:
+        backbone.run({name: x for name, x in inputs.items() if name != "labels"})
+    assert len(same) == 1
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bert.modules())
+
+
+@pytest.mark.parametrize("family, model_class, causal", [
+    ("bert", t.BertForMaskedLM, False),
+    ("gpt2", t.GPT2LMHeadModel, True),
+    ("llama", t.LlamaForCausalLM, True),
+    ("xlnet", t.XLNetLMHeadModel, False),
+])  # fmt: skip
+def test_kinds_of_head(family, model_class, causal):
+    head = Backbone(model_class(config_of(family, 2)))
+    assert head.causal is causal and head.per_token and head.has_head
+    base = Backbone(head.base)
+    assert not base.has_head and not base.per_token and base.problem is None
+    one_label = Backbone(classifier(family, num_labels=1))
+    assert one_label.problem == "regression" and not one_label.per_token
+
+
+def test_backbones_of_few_models():
+    """XLM predicts tokens at their own positions; without a mask the last position is the last."""
+    config = t.XLMConfig(vocab_size=60, emb_dim=16, n_layers=2, n_heads=2)
+    assert not Backbone(t.XLMWithLMHeadModel(config)).causal
+    bert, hidden = classifier("bert"), torch.randn(2, 5, 16)
+    assert Backbone(torch.compile(bert, backend="eager")).base is bert.bert
+    last = Backbone(classifier("gpt2")).sentence_token(hidden, None)
+    assert torch.equal(last, hidden[:, -1])
+    ids = torch.randint(5, 60, (1, 4))
+    inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+    assert Backbone(classifier("distilbert")).run(inputs).logits.shape == (1, 3)  # unknown: dropped
+    assert Backbone(classifier("llama")).run({"input_ids": ids}).past_key_values is None
+
+
+def test_custom_classes_keep_their_heads():
+    """Models with remote code declare their properties."""
+
+    class HeadInputs(t.GPT2LMHeadModel):
+        pass
+
+    class Tags(t.BertForTokenClassification):
+        pass
+
+    words = Backbone(model(HeadInputs, "gpt2", num_labels=1))
+    assert words.causal and words.per_token
+    tags = Backbone(model(Tags, "bert", problem_type="regression"))
+    assert tags.per_token and not tags.causal
+    answers = Backbone(model(t.BertForQuestionAnswering, "bert", problem_type="regression"))
+    choices = Backbone(model(t.BertForMultipleChoice, "bert", num_labels=1))
+    # transformers' losses of these heads ignore the configuration.
+    assert all(head.problem is None for head in (words, tags, answers, choices))
+    config = config_of("llama", 2)
+    config.model_type = "mine"
+    assert not reads_last_token(config)
+    config.auto_map = {"AutoModelForCausalLM": "mine.Mine"}
+    assert reads_last_token(config)
+    config.auto_map["AutoModelForMaskedLM"] = "mine.Mine"
+    assert not reads_last_token(config)
+
+
+# Families
 
 SOUND = {
     "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,) * 7,
@@ -38,7 +151,7 @@ def resnet():
     return t.ResNetForImageClassification(config)
 
 
-@pytest.mark.parametrize("sounds", ["Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "Data2VecAudio"])
+@pytest.mark.parametrize("sounds", ["Wav2Vec2", "WavLM", "Data2VecAudio"])
 def test_convolutions_are_not_taken_for_blocks(sounds):
     """The model of 8 blocks has 7 convolutions, as many as its student has blocks."""
     config = getattr(t, f"{sounds}Config")(**SOUND, num_hidden_layers=8, layerdrop=0.0)
@@ -69,9 +182,9 @@ class Twice(t.PreTrainedModel):
 
 
 def test_two_possible_lists_of_blocks_are_named():
-    model = Twice(t.BertConfig(**BERT, num_hidden_layers=3))
-    raises(r"of 3 modules .* \(first, second\); say which", find_stack, model, error=NoLayers)
-    raises("teacher: Twice has several lists", student_from_teacher, model, [1])
+    twice = Twice(config_of("bert"))
+    raises(r"of 3 modules .* \(first, second\); say which", find_stack, twice, error=NoLayers)
+    raises("teacher: Twice has several lists", student_from_teacher, twice, [1])
 
 
 @pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert", "knn"])
@@ -223,8 +336,8 @@ def test_the_language_model_of_a_vision_model_is_compared():
 
 
 def test_half_of_an_encoder_decoder_is_a_separate_model():
-    config, data = copy.deepcopy(SUPPORTED["whisper"]), {"input_features": torch.randn(4, 8, 40)}
-    config.update({"encoder_layers": 4, "num_labels": 3})
+    config = config_of("whisper", 4, num_labels=3)
+    data = {"input_features": torch.randn(4, 8, 40)}
     encoder, decoder = WhisperEncoder(config), WhisperDecoder(config)
     assert (Backbone(encoder).num_layers, Backbone(decoder).num_layers) == (4, 3)
     student = student_from_teacher(encoder, [2, 4])

@@ -13,7 +13,7 @@ from fastkd.distill import FCD, Distiller, Several, SoftTargets, offload, studen
 from fastkd.lm import linear_soft_targets
 from fastkd.models.hooks import Offload, on_device
 from tests.distill import draws, support
-from tests.distill.models import recipe, step
+from tests.distill.models import config_of, recipe, step
 
 
 def of_llama(method, **options):
@@ -73,8 +73,7 @@ class Operands(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_head_is_read_once_for_all_rows(dtype, method):
     """A frozen teacher's head was copied for each row of the batch, 1.5 GB for 32 rows of BERT."""
-    config = copy.deepcopy(support.FAMILIES["bert"])
-    config.vocab_size = 500
+    config = config_of("bert", vocab_size=500)
     teacher = t.BertForMaskedLM(config).eval()
     distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), recipe(method))
     distiller.requires_grad_(False).eval()

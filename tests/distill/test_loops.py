@@ -33,26 +33,6 @@ def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
     assert not distiller.eval().training and not student.training
 
 
-class Loop(torch.nn.Module):
-    def __init__(self, distiller):
-        super().__init__()
-        self.distiller, self.teacher = distiller, distiller.teacher
-
-
-def test_a_teacher_in_train_mode_has_no_dropout(tmp_path):
-    distiller = Distiller(*pair(), FCD()).eval()
-    data = batch()
-    expected = distiller(**data).terms
-    Loop(distiller).train()
-    assert distiller.teacher.training
-    distiller.student.eval()
-    torch.testing.assert_close(distiller(**data).terms, expected, atol=0, rtol=0)
-    Loop(distiller).train()
-    cache = distiller.cache_teacher([data], tmp_path)
-    cached = Distiller(cache, distiller.student, FCD()).eval()
-    torch.testing.assert_close(cached(**data).terms, expected, atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["student", "teacher"])
 def test_a_replaced_model_is_an_error(name):
     distiller = Distiller(*pair(), FCD())
@@ -64,6 +44,7 @@ def test_a_replaced_model_is_an_error(name):
     raises("DataParallel runs copies of the models", copied, **batch())
 
 
+@pytest.mark.thorough
 def test_one_compiled_student_serves_two_methods():
     teacher, student = pair("distilbert", layers=[4])
     compiled = torch.compile(student, backend="eager")

@@ -1,4 +1,7 @@
-"""Options, layers, hyper-parameters and names of the methods; their terms: test_by_hand.py."""
+"""Options, layers, hyper-parameters and names of the methods, several at once, and a user's own.
+
+Their terms: test_by_hand.py.
+"""
 
 import inspect
 import warnings
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+import transformers as t
 
 from fastkd import distill
 from fastkd.distill import (
@@ -15,17 +18,24 @@ from fastkd.distill import (
     LRKD,
     MC3KD,
     METHODS,
+    ByRow,
     Distiller,
     Several,
+    SoftTargets,
     method_by_name,
     methods,
+    resolve,
     select_layers,
     student_from_teacher,
 )
 from fastkd.distill.attention_relations import relation_divergence
 from fastkd.distill.baselines import BASELINES
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import capture_qkv
+from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill import draws
-from tests.distill.models import batch, classifier, model
+from tests.distill.models import batch, classifier, config_of, model, set_dropout
+from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 
@@ -97,7 +107,7 @@ def test_every_method_has_a_name_and_is_public():
     assert set(distill.__all__) <= set(dir(distill))
 
 
-def test_hyperparameters_override_a_preset():
+def test_methods_and_presets_are_found_by_name():
     assert FCD(task_weight=0.5).soft_weight == 0.5 and FCD(task_weight=0.0).soft_weight == 0.0
     assert method_by_name("lrc_bert").first_stage < 0.8
     assert method_by_name("lrc_bert", preset="paper", gamma=2.0).gamma == 2.0
@@ -107,7 +117,53 @@ def test_hyperparameters_override_a_preset():
     for kind in METHODS.values():
         assert kind.paper.items() <= kind(**kind.paper).hyperparameters().items()
         assert not kind.paper.items() & kind().hyperparameters().items(), "the same as the default"
-    raises("did you mean 'paper'", method_by_name, "fcd", preset="papers")
+    path = "tests.distill.own_method:HiddenAndAttention"
+    assert (resolve("fcd"), resolve(path)) == (FCD, HiddenAndAttention)
+    method = method_by_name(path, attention=0.5)
+    assert method.hyperparameters() == {"hidden": 1.0, "attention": 0.5, "relations": 1.0}
+
+
+def test_wrong_options_and_names_are_errors():
+    by_batch, path = LRCBERT(perturb=True, perturb_norm="batch"), "tests.distill.own_method:"
+    assert Several(by_batch, FCD()).perturb_norm == "batch"
+    one, two = (model(t.GPT2LMHeadModel, "gpt2", hidden_size=size) for size in (16, 8))
+    both, student = ByRow({"a": one, "b": two}), student_from_teacher(one, [1, 4])
+    soft, data = Distiller(both, student, SoftTargets()), batch()
+    data["labels"] = data["input_ids"]
+    assert soft(**{name: x[:0] for name, x in data.items()}, teacher_id=[]).loss == 0
+    own, classes = f"{path}HiddenAndAttention", (classifier("bert"), classifier("bert", 2))
+    for words, made, given, options in (
+        ("did you mean 'fcd'", method_by_name, ["fdc"], {}),
+        ("did you mean 'paper'", method_by_name, ["fcd"], {"preset": "papers"}),
+        ("did you mean 'alpha'", method_by_name, ["fcd"], {"alhpa": 1.0}),
+        ("did you mean 'attention'", method_by_name, [own], {"atention": 1.0}),
+        ("did you mean 'pearson'", FCD, [], {"distance": "person"}),
+        ("alpha must be at most 1", SoftTargets, [], {"alpha": 1.5}),
+        ("temperature must be greater than 0", SoftTargets, [], {"temperature": 0.0}),
+        ("k must be at least 1", distill.IntraClassKNN, [], {"k": 0}),
+        ("first_stage must be at most 1", LRCBERT, [], {"first_stage": 2.0}),
+        ("did you mean 'tokens'", MC3KD, [], {"pool": "token"}),
+        ("gamma must be at most 1", LRKD, [], {"gamma": 1.1}),
+        ("projection_layers must be at least 1", LRKD, [], {"projection_layers": 0}),
+        ("perturb_norm differ", Several, [by_batch, LRCBERT(perturb=True)], {}),
+        ("methods: none given", Several, [], {}),
+        (r"methods must be .*method_by_name\('lrkd'\)", Several, [FCD(), "lrkd"], {}),
+        ("No module named 'nowhere'", resolve, ["nowhere.at_all:Class"], {}),
+        ("has no attribute 'Class'", resolve, [f"{path}Class"], {}),
+        (r"must be a subclass of fastkd\.distill\.Method", resolve, [f"{path}not_a_method"], {}),
+        (r"'nothing' is not a term; define the method nothing\(step\)", Distiller,
+         [*classes, Unfinished()], {}),
+        ("arguments alpha are not attributes", Unfinished().hyperparameters, [], {}),
+        ("'b' is a str", ByRow, [{"a": one, "b": "name"}], {}),
+        ("pass a dictionary", ByRow, [[one, two]], {}),
+        ("1 is no string; name each teacher", ByRow, [{1: one, 0: two}], {}),
+        ("several teachers are cached one by one", soft.cache_teacher, [[data], "unused"], {}),
+        (r"FCD compares layers, and 'b' .* has other sizes", Distiller, [both, student, FCD()], {}),
+        ("MC3KD chooses layers of one teacher; pass layers=", Distiller,
+         [both, student, MC3KD()], {}),
+    ):  # fmt: skip
+        raises(words, made, *given, error=(ValueError, TypeError), **options)
+    assert "alpha" in repr(Unfinished())
 
 
 @pytest.mark.parametrize("kind", [*METHODS.values(), *BASELINES.values()])
@@ -122,40 +178,10 @@ def test_hyperparameters_rebuild_the_method(kind):
                 raises(f"{name} must be", kind, error=refused, **{name: wrong})
 
 
-@pytest.mark.parametrize("name, options, message", [
-    ("fdc", {}, "did you mean 'fcd'"),
-    ("fcd", {"alhpa": 1.0}, "did you mean 'alpha'"),
-    ("fcd", {"distance": "person"}, "did you mean 'pearson'"),
-    ("soft_targets", {"alpha": 1.5}, "alpha must be at most 1"),
-    ("soft_targets", {"temperature": 0.0}, "temperature must be greater than 0"),
-    ("knn", {"k": 0}, "k must be at least 1"),
-    ("lrc_bert", {"first_stage": 2.0}, "first_stage must be at most 1"),
-    ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
-    ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
-    ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
-])  # fmt: skip
-def test_wrong_options_are_errors(name, options, message):
-    made = name if isinstance(name, type) else lambda **given: method_by_name(name, **given)
-    raises(message, made, **options)
-
-
 def test_a_sample_without_a_real_token_has_no_relations():
     x, mask = torch.randn(2, 1, 3, 4), torch.tensor([[1, 1, 0], [0, 0, 0]]) > 0
     losses = relation_divergence([(x, x), (x.exp(), x)], mask)
     assert losses[0] > 0 and losses[1] == 0
-
-
-def test_both_terms_of_fcd_are_computed_in_one_pass():
-    method, calls = FCD(alpha=0.4, beta=0.2), []
-    method.relations.register_forward_hook(lambda *_: calls.append(1))
-    Distiller(*pair("bert"), method)(**batch())
-    assert len(calls) == 1
-
-
-def test_several_methods_share_one_norm():
-    by_batch = LRCBERT(perturb=True, perturb_norm="batch")
-    assert Several(by_batch, FCD()).perturb_norm == "batch"
-    raises("perturb_norm differ", Several, by_batch, LRCBERT(perturb=True))
 
 
 def test_a_schedule_that_is_never_reached():
@@ -175,29 +201,29 @@ def test_a_method_serves_models_of_one_size():
     raises("built for models of other sizes", Distiller, teacher, deeper, method)
 
 
-def test_a_method_of_its_name_computes_a_term_of_the_base_class():
+def test_methods_of_a_users_own_on_fcd():
+    """A term of the base class; logits only if it reads them, whichever module defines it."""
+
     class Constant(FCD):
         def samples(self, step):
             return step.student.hidden[1].new_full((), 7.0)
-
-    out = Distiller(*pair("bert"), Constant()).eval()(**batch())
-    terms = [out.terms[name] for name in ("task", "soft", "tokens", "samples")]
-    assert terms[-1] == 7 and terms[-2] > 0
-    torch.testing.assert_close(out.loss.detach(), torch.stack(terms).sum())
-
-
-def test_the_package_of_a_method_does_not_matter():
-    """A subclass that reads no logits itself needs none, whichever module defines it."""
-    teacher = model(GPT2LMHeadModel, "gpt2")
-    student = student_from_teacher(teacher, [1])
 
     class Own(FCD):
         def soft(self, step):
             return super().soft(step)
 
-    assert Distiller(teacher, student, type("Mine", (FCD,), {})()).uses_lm_head
-    assert not Distiller(teacher, student, Own()).uses_lm_head
-    assert Distiller(teacher, student, Own(soft_weight=0.0)).uses_lm_head
+    method, calls = Constant(), []
+    method.relations.register_forward_hook(lambda *_: calls.append(1))
+    out = Distiller(*pair("bert"), method).eval()(**batch())
+    terms = [out.terms[name] for name in ("task", "soft", "tokens", "samples")]
+    assert terms[-1] == 7 and terms[-2] > 0 and len(calls) == 1  # of both terms
+    torch.testing.assert_close(out.loss.detach(), torch.stack(terms).sum())
+    teacher = model(t.GPT2LMHeadModel, "gpt2")
+    student = student_from_teacher(teacher, [1])
+    for method, reads in (
+        (type("Mine", (FCD,), {})(), False), (Own(), True), (Own(soft_weight=0.0), False)
+    ):  # fmt: skip
+        assert Distiller(teacher, student, method).uses_lm_head is not reads
 
 
 def test_the_last_layer_of_algorithm_1(monkeypatch):
@@ -208,3 +234,48 @@ def test_the_last_layer_of_algorithm_1(monkeypatch):
     assert select_layers(teacher, [], 2, last_layer=False) == [1, 3]
     with pytest.raises(ValueError):
         select_layers(teacher, [], 4, last_layer=False)
+
+
+def test_shares_of_labels_and_terms_left_out():
+    teachers, data = [classifier("bert") for _ in range(2)], batch(rows=6)
+    student = student_from_teacher(teachers[0], [1, 4])
+    set_dropout(student)
+    distiller = Distiller(teachers, student, Several(FCD(task_weight=0.5), LRKD(beta=2.0)))
+    out = distiller(**data)
+    distiller.method.label_share = 0.5  # as of a process that has fewer labels than others
+    halved = distiller(**data).terms
+    for name in ("0.task", "1.task"):
+        torch.testing.assert_close(halved[name], out.terms[name] / 2)
+    distiller.method.left_out = frozenset({"task"})  # as of text that the student wrote
+    assert distiller(**data).terms.keys() == out.terms.keys() - {"0.task", "1.task"}
+    assert not any(p.requires_grad for p in distiller.teacher.parameters())
+    assert not any(name.startswith("teacher") for name in distiller.state_dict())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_queries_of_self_attention_are_captured(family):
+    """A block with cross-attention has two of each name."""
+    config = config_of(family, 2, is_decoder=True, add_cross_attention=True)
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    backbone, states = Backbone(model), {"encoder_hidden_states": torch.randn(1, 4, 16)}
+    with torch.no_grad(), capture_qkv(backbone, [2]) as kept:
+        maps = backbone.run(
+            {"input_ids": torch.arange(6)[None], "output_attentions": True, **states}
+        )
+    queries, keys, _ = kept[2]
+    scores = (queries @ keys.mT / 8**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -1e30)
+    torch.testing.assert_close(maps.attentions[1], scores.softmax(-1))
+
+
+def test_models_that_do_not_show_what_a_method_asks_for_are_errors():
+    sizes = {"vocab_size": 60, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    interleaved = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
+    with (
+        pytest.raises(ValueError, match="doesn't show its queries"),
+        capture_qkv(Backbone(interleaved), [1]),
+    ):
+        pass
+    squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
+    inputs = {"input_ids": batch()["input_ids"]}
+    raises("SqueezeBertModel doesn't show", model_outputs, squeezed, inputs, LayerRequest(qkv=(1,)))

@@ -27,10 +27,7 @@ from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_blocks import Patches, side
 from tests.distill.test_distiller import decoders, documents, packed
-from tests.distill.test_spans import data as of_two_tokenizers
-from tests.distill.test_spans import pair as of_unlike_tokenizers
-from tests.distill.test_two_vocabularies import data as of_two_vocabularies
-from tests.distill.test_two_vocabularies import two_models
+from tests.distill.test_tokenizers import matched, read_in_characters, two_models
 from tests.support.compare import raises
 
 
@@ -206,12 +203,13 @@ def wrong_inputs():
     perturbs = of(method_by_name("lrc_bert", preset="paper"), side(4, 24), blocks)
     said = r"pass embeddings=..., or set the method's perturb=False"
     yield said, perturbs, {"image": image, "labels": torch.arange(6) % 3}
-    own, spans = of_two_tokenizers(), of(FCD(), *of_unlike_tokenizers())
+    *two, own = read_in_characters()
+    spans = of(FCD(), *two)
     one = {n: x for n, x in own.items() if n != "student_spans"}
     yield "student_spans, teacher_spans: one is missing", spans, one
     shorter = {**own, "student_spans": own["student_spans"][:3]}
     yield r"spans have shape \(3, ", spans, shorter
-    maps = of(AttentionMSE(heads="mean"), *eager(of_unlike_tokenizers()))
+    maps = of(AttentionMSE(heads="mean"), *eager(read_in_characters()[:2]))
     yield "compares attention", maps, own
     for name, which in (("input_ids", "student"), ("teacher_input_ids", "teacher")):
         beyond = own[name].clone()
@@ -236,11 +234,11 @@ def wrong_inputs():
         given = {name: x for name, x in {**own, **change}.items() if x is not None}
         yield said, exact("soft_targets", "language model"), given
     teacher, student, match = two_models()
-    matched, rows = of(SoftTargets(), teacher, student, tokenizers=match), of_two_vocabularies()
+    soft, rows = of(SoftTargets(), teacher, student, tokenizers=match), matched()
     rows = {name: rows[name] for name in ("input_ids", "labels")}
-    yield "teacher_spans: the teacher has another vocabulary", matched, rows
+    yield "teacher_spans: the teacher has another vocabulary", soft, rows
     kept = of(GOLD(), teacher, student, tokenizers=match, keep_logits=True)
-    yield "GOLD compares spans of two tokenizers", kept, of_two_vocabularies()
+    yield "GOLD compares spans of two tokenizers", kept, matched()
 
 
 def test_wrong_batches_are_errors():

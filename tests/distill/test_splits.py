@@ -8,11 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.distill import METHODS, Distiller, IntraClassKNN, student_from_teacher
+from fastkd.distill import METHODS, Distiller
 from fastkd.distill.verify import taken
 from tests.distill.models import classifier, cut, exact, ready, set_dropout, step
 from tests.distill.processes import run_ranks
-from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -53,14 +52,6 @@ def test_the_second_run_repeats_the_dropout_of_the_first():
     assert torch.equal(torch.rand(1), after)
 
 
-def test_losses_without_gradients_add_up():
-    for name in METHODS:
-        distiller, data = exact(name).eval(), data_of()
-        with torch.inference_mode():
-            loss = sum(out.loss for out in distiller.accumulate(cut(data, *ENDS)))
-            assert_equal(loss, distiller(**data).loss)
-
-
 def test_gradients_of_a_methods_parameters_are_not_summed_in_half_precision():
     torch.manual_seed(0)
     models = classifier("bert"), classifier("bert", 2, hidden_size=32, intermediate_size=64)
@@ -72,14 +63,6 @@ def test_gradients_of_a_methods_parameters_are_not_summed_in_half_precision():
         taken(distiller, cut(data, *range(0, ROWS + 1, rows)))
         found.append(distiller.method.loss.W.weight.grad.float())
     assert (found[1] - found[0]).norm() <= 2 * 2**-9 * found[0].norm()
-
-
-def test_accumulation_needs_progress_and_micro_batches():
-    made = exact("lrc_bert")
-    distiller = Distiller(made.teacher, made.student, made.method)
-    with pytest.warns(UserWarning, match="call distiller.set_progress"):
-        next(distiller.accumulate([data_of()]))
-    raises("batches: none given", next, distiller.accumulate([]))
 
 
 def test_a_batch_without_rows_has_no_loss(tmp_path):
@@ -103,7 +86,8 @@ def test_a_batch_without_rows_has_no_loss(tmp_path):
 def gathered(rank, ends):
     """Each case's step with a process's rows in one piece, and in micro-batches.
 
-    Also the step of rows without labels, of which nothing counts in any process.
+    Also the step of rows without labels, of which nothing counts in any process, and KNN's loss
+    of a process's own rows.
     """
     results = []
     for kind, name, options in CASES:
@@ -114,11 +98,20 @@ def gathered(rank, ends):
         results.append([taken(distiller, rows, model) for rows in (piece, parts)])
     nothing = data_of("language model")
     nothing["labels"].fill_(-100)
-    return results, taken(exact("soft_targets", "language model", gather=True), nothing)
+    nothing = taken(exact("soft_targets", "language model", gather=True), nothing)
+    return results, nothing, knn_loss(ends[rank])
+
+
+def knn_loss(ends):
+    [part] = cut(data_of(), ends[0], ends[-1])
+    return taken(exact("knn", alpha1=1.0, alpha2=0.0, alpha3=0.0), part)[0]["loss"]
 
 
 def test_gathering_processes_equal_one_process(tmp_path):
-    ranks, nothing = zip(*run_ranks(gathered, 2, tmp_path, [(0, 2, 4, 6), (6, 9)]), strict=True)
+    ends = [(0, 2, 4, 6), (6, 9)]
+    ranks, nothing, spread = zip(*run_ranks(gathered, 2, tmp_path, ends), strict=True)
+    # Without gather KNN sums over its samples: the loop's average is the sum over all.
+    assert_equal(sum(spread) / 2, sum(map(knn_loss, ends)))
     for terms, gradients in nothing:
         assert not any(map(torch.any, (*terms.values(), *gradients.values())))
     for (kind, name, options), *found in zip(CASES, *ranks, strict=True):
@@ -165,20 +158,3 @@ def test_sharded_processes_and_static_graphs_have_one_curve(tmp_path):
     expected = {name: curve(name) for names in WAYS.values() for name in names}
     for found in run_ranks(curves, 2, tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-
-
-def knn_loss(rank, ends):
-    torch.manual_seed(0)
-    teacher = classifier("bert")
-    method = IntraClassKNN(alpha1=1.0, alpha2=0.0, alpha3=0.0)
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1]), method).eval()
-    [part] = cut(data_of(), *ends[rank])
-    return distiller(**part).loss.item()
-
-
-def test_knn_does_not_shrink_with_the_number_of_processes(tmp_path):
-    """Without gather each sums over its samples; the loop's average is the sum over all."""
-    ends = [(0, 5), (5, 9)]
-    alone = [knn_loss(rank, ends) for rank in (0, 1)]
-    spread = run_ranks(knn_loss, 2, tmp_path, ends)
-    assert sum(spread) / 2 == pytest.approx(sum(alone), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Students made of a teacher's layers, for every family, and the choice of layers."""
+"""Students made of a teacher's layers, for every family, the choice of layers, and other widths."""
 
 import copy
 import inspect
@@ -11,18 +11,9 @@ from torch import nn
 from fastkd.distill import layer_map, select_layers, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.student import check_layers, kinds_of, resolve_layers, spread_layers
-from tests.distill.models import BERT, FAMILIES, SMALL, batch, batch_for, classifier, pair
-from tests.distill.support import FAMILIES as SUPPORTED
+from tests.distill.models import SMALL, batch, classifier, config_of, model, pair
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
-
-
-def logits(model, family):
-    torch.manual_seed(1)
-    inputs = batch_for(family)
-    inputs.pop("labels")
-    with torch.no_grad():
-        return model.eval()(**inputs).logits
 
 
 def saved(student, path):
@@ -39,41 +30,33 @@ def cut_by_hand(teacher, family, layers):
         kept = [backbone.blocks[i - 1] for i in layers]
         parent = model.get_submodule(backbone.blocks_name.rpartition(".")[0])
         setattr(parent, backbone.blocks_name.rpartition(".")[2], nn.ModuleList(kept))
-    model.config.num_hidden_layers, model.config.use_cache = len(layers), False
+    model.config.num_hidden_layers = model.config.decoder_layers = len(layers)
+    model.config.use_cache = False
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_student_equals_the_teacher_without_the_dropped_blocks(family, tmp_path):
-    teacher = classifier(family)
+@pytest.mark.parametrize(("family", "head"), [
+    *((x, "sequence") for x in (
+        "bert", "roberta", "distilbert", "electra", "albert", "deberta_v2", "xlnet", "gpt2",
+        "llama",
+    )),
+    # Of these the decoder is cut.
+    ("t5", "written words"), ("bart", "written words"), ("whisper", "transcripts"),
+])  # fmt: skip
+def test_student_equals_the_teacher_without_the_dropped_blocks(family, head, tmp_path):
+    teacher, data = model_of(family, head).eval(), data_of(family, head)
     before = copy.deepcopy(teacher.state_dict())
-    student = student_from_teacher(teacher, [2, 4])
-    assert student.config.num_hidden_layers == 2 and teacher.config.num_hidden_layers == 4
-    expected = logits(cut_by_hand(teacher, family, [2, 4]), family)
-    torch.testing.assert_close(logits(student, family), expected)
-    assert not torch.equal(logits(teacher, family), expected)
+    student = student_from_teacher(teacher, [1, 3]).eval()
+    assert (Backbone(student).num_layers, Backbone(teacher).num_layers) == (2, 3)
     with torch.no_grad():
+        expected = cut_by_hand(teacher, family, [1, 3])(**data).logits
+        found = student(**data).logits
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(teacher(**data).logits, expected)
+        torch.testing.assert_close(saved(student, tmp_path)(**data).logits, found)
         for parameter in student.parameters():
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
-
-    torch.testing.assert_close(logits(saved(student, tmp_path), family), logits(student, family))
-
-
-WRITES = {"t5": "written words", "bart": "written words", "whisper": "transcripts"}
-
-
-@pytest.mark.parametrize("family", WRITES)
-def test_only_the_decoder_of_an_encoder_decoder_is_cut(family, tmp_path):
-    teacher, data = model_of(family, WRITES[family]).eval(), data_of(family, WRITES[family])
-    student = student_from_teacher(teacher, (1, 3)).eval()
-    ours, theirs = Backbone(student), Backbone(teacher)
-    assert (ours.num_layers, theirs.num_layers) == (2, 3)
-    assert "decoder" in ours.blocks_name and ours.blocks_name == theirs.blocks_name
-    encoders = [x.get_encoder() for x in (student, teacher)]
-    for new, old in ((ours.blocks[1], theirs.blocks[2]), encoders):
-        assert all(map(torch.equal, new.state_dict().values(), old.state_dict().values()))
-    torch.testing.assert_close(saved(student, tmp_path)(**data).loss, student(**data).loss)
 
 
 @pytest.mark.parametrize("layers, groups", [([1, 2, 3, 4], 2), ([1, 4], 2), ([2, 3, 4], 3)])
@@ -100,25 +83,12 @@ def test_dtype_mode_ties_and_training_state():
     assert torch.equal(head.weight, teacher.get_input_embeddings().weight)
 
 
-def test_a_number_of_layers_is_a_uniform_map():
-    teacher = classifier("bert")
-    kept = student_from_teacher(teacher, 2).bert.encoder.layer
-    for block, number in zip(kept, [2, 4], strict=True):
-        expected = teacher.bert.encoder.layer[number - 1].state_dict()
-        assert all(torch.equal(block.state_dict()[name], x) for name, x in expected.items())
-    for layers, words, error in (
-        (0, "at least 1, got 0", ValueError),
-        (5, "student has 5 layers", ValueError),
-        ("uniform", r"got 'uniform'; .*layer_map\(.uniform., 4, count\)", TypeError),
-        (True, r"increasing numbers from 1 to 4.*got True", ValueError),
-        ([2, 5], "increasing numbers from 1 to 4", ValueError),
-    ):
-        raises(words, student_from_teacher, teacher, layers, error=error)
-
-
-@pytest.mark.parametrize("family, head", [("modernbert", "sequence"), ("t5", "written words")])
-@pytest.mark.parametrize("count, kept", [(1, [1]), (2, [1, 3])])
-def test_a_number_of_layers_keeps_a_first_block_of_another_kind(family, head, count, kept):
+@pytest.mark.parametrize(("family", "head", "count", "kept"), [
+    ("bert", "sequence", 1, [3]), ("bert", "sequence", 2, [1, 3]),
+    # Whose first block is of another kind.
+    ("modernbert", "sequence", 1, [1]), ("t5", "written words", 2, [1, 3]),
+])  # fmt: skip
+def test_a_number_of_layers_is_a_uniform_map(family, head, count, kept):
     teacher = model_of(family, head)
     student, wanted = (student_from_teacher(teacher, layers) for layers in (count, kept))
     assert all(map(torch.equal, student.state_dict().values(), wanted.state_dict().values()))
@@ -132,21 +102,19 @@ def test_blocks_that_differ_are_an_error():
     )  # fmt: skip
     jamba = t.JambaForCausalLM(config)
     scaled = classifier("gpt2", scale_attn_by_inverse_layer_idx=True)
-    uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
+    uneven = t.BertModel(config_of("bert", 2))
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
     for teacher, layers, words in (
         (jamba, [2, 4], r"layers \[2, 4\]: .*keep layers 1 to 2$"),
         # Only its first block has no norm.
-        (t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3], "keep layer 1"),
+        (t.ModernBertModel(config_of("modernbert")), [2, 3], "keep layer 1"),
         (scaled, [2, 4], "attention by the layer's number"),
         (uneven, [2], "blocks differ"),
     ):
         raises(words, student_from_teacher, teacher, layers)
     for teacher in (jamba, scaled):
         assert student_from_teacher(teacher, [1, 2]).config.num_hidden_layers == 2
-    words = "teacher must be a transformers model, got Linear"
-    raises(words, student_from_teacher, nn.Linear(2, 2), [1], error=TypeError)
 
 
 @pytest.mark.parametrize("config", [None, {"hidden_size": 8}])
@@ -267,15 +235,259 @@ def test_layer_map_is_table_3():
         assert layers[-1] == teacher and layers[0] >= 1
 
 
-def test_wrong_maps_are_errors():
-    raises("did you mean 'uniform'", layer_map, "uniforn", 12, 6)
-    raises("student has 6 layers but the teacher only 4", layer_map, "top", 4, 6)
-    raises("student_layers must be at least 1", layer_map, "top", 4, 0)
-    raises("increasing numbers from 1 to 4", check_layers, [0, 2], 4)
-    for layers in ([2, 2], []):
-        raises("increasing", check_layers, layers, 4)
-    raises("2 teacher layers for 3 student layers", resolve_layers, [1, 2], 4, 3)
-    teacher = classifier("bert", layers=2)
-    raises("student has 3 layers", select_layers, teacher, [batch()], 3)
-    raises("at least two real tokens", select_layers, teacher, [], 1)
-    raises("transformers model", select_layers, nn.Linear(2, 2), [batch()], 1, error=TypeError)
+# Widths
+
+CUT = (
+    "albert", "bert", "roberta", "electra", "distilbert", "gpt2", "llama", "mistral", "qwen2",
+    "qwen3", "t5",
+)  # fmt: skip
+HIDDEN = {"gpt2": "n_embd", "distilbert": "dim", "t5": "d_model"}
+HEADS = {"gpt2": "n_head", "distilbert": "n_heads", "t5": "num_heads"}
+INNER = {"gpt2": "n_inner", "distilbert": "hidden_dim", "t5": "d_ff"}
+
+
+def logits(model):
+    torch.manual_seed(1)
+    inputs = batch(padding=0)
+    inputs.pop("labels")
+    if model.config.is_encoder_decoder:
+        inputs["input_ids"][:, -1] = model.config.eos_token_id
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def widened(small, family):
+    """A model of twice the widths with the outputs of ``small``.
+
+    What writes is there twice; what reads, reads the second half.
+    """
+    config = copy.deepcopy(small.config)
+    names = ["hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads"]
+    for name in (*names, *(table.get(family) for table in (HIDDEN, HEADS, INNER))):
+        if getattr(config, name or "", None) is not None:
+            setattr(config, name, 2 * getattr(small.config, name))
+    wide = type(small)(config).eval()
+    weights = {}
+    for name, tensor in wide.state_dict().items():
+        part = small.state_dict()[name]
+        reader = small.get_submodule(name.rpartition(".")[0])
+        inputs = {nn.Linear: 1, t.pytorch_utils.Conv1D: 0}.get(type(reader))
+        for dim, size in enumerate(tensor.shape):
+            if part.shape[dim] == size:
+                continue
+            assert size == 2 * part.shape[dim]
+            if part.dim() == 2 and dim == inputs:
+                part = torch.cat((torch.zeros_like(part), part), dim)
+            elif "c_attn" in name:
+                part = torch.cat([x for each in part.chunk(3, dim) for x in (each, each)], dim)
+            else:
+                part = torch.cat((part, part), dim)
+        weights[name] = part
+    wide.load_state_dict(weights)
+    return wide
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_unused_widths_are_cut_first(family):
+    """Exactly the dimensions, heads and neurons that no weight reads are cut."""
+    small = model_of(family, "sequence").eval()
+    teacher = widened(small, family)
+    expected = logits(teacher)
+    torch.testing.assert_close(expected, logits(small))
+    sizes = {"hidden_size": small.config.hidden_size}
+    sizes["num_attention_heads"] = small.config.num_attention_heads
+    inner = INNER.get(family, "intermediate_size")
+    if getattr(small.config, inner) is not None:
+        sizes["intermediate_size"] = getattr(small.config, inner)
+    student = student_from_teacher(teacher, config=sizes)
+    assert student.config.to_dict() == small.config.to_dict()
+    for name, tensor in student.state_dict().items():
+        assert torch.equal(tensor, small.state_dict()[name]), name
+    same = student_from_teacher(small, config={"hidden_size": small.config.hidden_size})
+    assert torch.equal(logits(same), logits(small))
+    storage = {p.untyped_storage().data_ptr() for p in small.parameters()}
+    assert not storage & {p.untyped_storage().data_ptr() for p in same.parameters()}
+
+
+@pytest.mark.parametrize("family, head", [
+    ("roberta", "tokens"), ("gpt2", "next word"), ("t5", "written words"), ("electra", "answers"),
+])  # fmt: skip
+def test_students_with_fewer_heads_learn(family, head):
+    teacher = model_of(family, head)
+    student = student_from_teacher(teacher, 2, config={"hidden_size": 12, "num_attention_heads": 2})
+    assert student.config.hidden_size == 12
+    ids = torch.arange(10)[None] + 5
+    labels = {"start_positions": ids[:, 0] - 5, "end_positions": ids[:, 0] - 4}
+    labels = labels if head == "answers" else {"labels": ids % 3}
+    student(input_ids=ids, **labels).loss.backward()
+    unused = [n for n, p in student.named_parameters() if p.grad is None]
+    assert not unused
+    if student.config.tie_word_embeddings and head not in ("tokens", "answers"):
+        assert student.get_output_embeddings().weight is student.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_smaller_heads_keep_the_teachers_scores(family):
+    """Positions turn each pair of dimensions as fast as before, and scores keep their scale."""
+    teacher = model_of(family, "sequence").eval()
+    odd, first = torch.arange(1, 8, 2), torch.arange(4)  # of a head's 8
+    if family == "t5":
+        odd = torch.tensor([0, 1, 4, 7])
+    heads = teacher.config.num_attention_heads
+    with torch.no_grad():
+        for name, tensor in teacher.named_parameters():
+            if name.endswith((".q_proj.weight", ".q.weight")):
+                tensor.view(heads, 8, -1)[:, odd] = 0
+            if name.endswith((".o_proj.weight", ".o.weight")):
+                tensor.view(-1, heads, 8)[..., first] = 0
+    student = student_from_teacher(teacher, config={"head_dim": 4})
+    assert sum(p.numel() for p in student.parameters()) < sum(
+        p.numel() for p in teacher.parameters()
+    )
+    torch.testing.assert_close(logits(student), logits(teacher))
+
+
+def test_queries_are_scaled_for_smaller_heads():
+    bert = classifier("bert")
+    student = student_from_teacher(bert, config={"hidden_size": 8})
+    old, new = bert.bert.encoder.layer[0].attention, student.bert.encoder.layer[0].attention
+
+    def sizes(weight):
+        return {round(abs(x), 4) for x in weight.flatten().tolist()}
+
+    assert sizes(new.self.query.weight) <= sizes(old.self.query.weight * 0.5**0.5)
+    assert sizes(new.self.key.weight) <= sizes(old.self.key.weight)
+
+    gpt2 = classifier("gpt2")
+    nn.init.ones_(gpt2.transformer.h[0].attn.c_attn.weight)
+    weight = student_from_teacher(gpt2, config={"n_embd": 8}).transformer.h[0].attn.c_attn.weight
+    torch.testing.assert_close(weight[:, :8], torch.full((8, 8), 0.5**0.5))
+    assert torch.equal(weight[:, 8:], torch.ones(8, 16))
+
+    qwen = model_of("qwen3", "none")
+    attention = student_from_teacher(qwen, config={"head_dim": 4}).layers[0].self_attn
+    assert attention.q_norm.weight.tolist() == pytest.approx([0.5**0.5] * 4)
+    assert attention.k_norm.weight.tolist() == [1.0] * 4
+    assert torch.equal(attention.q_proj.weight[:2], qwen.layers[0].self_attn.q_proj.weight[:4:2])
+
+
+def grouped():
+    """A LLaMA whose four query heads share two key and value heads."""
+    return model(t.LlamaModel, "llama", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+
+
+def crossed():
+    return t.BertModel(config_of("bert", is_decoder=True, add_cross_attention=True))
+
+
+def test_key_and_value_heads_stay_with_their_query_heads():
+    teacher = grouped()
+    attention = teacher.layers[0].self_attn
+    with torch.no_grad():
+        attention.o_proj.weight.view(16, 4, 4)[:, [0, 3]] *= 0.01
+        attention.o_proj.weight.view(16, 4, 4)[:, 2] *= 10
+    of_head = attention.q_proj.weight.view(4, 4, 16)
+    for kv_heads, kept, shared in ((0, [2, 3], [1]), (2, [1, 2], [0, 1]), (1, [2, 3], [1])):
+        sizes = {"num_attention_heads": 2} | ({"num_key_value_heads": kv_heads} if kv_heads else {})
+        student = student_from_teacher(teacher, config=sizes)
+        assert student.config.num_key_value_heads == len(shared)
+        new = student.layers[0].self_attn
+        assert torch.equal(new.q_proj.weight.view(2, 4, 16), of_head[kept])
+        for name in ("k_proj", "v_proj"):
+            old = getattr(attention, name).weight.view(2, 4, 16)
+            assert torch.equal(getattr(new, name).weight.view(-1, 4, 16), old[shared])
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_hidden_dimensions_with_large_gains_are_kept(family):
+    """Large weights into a dimension do not make it important: the next norm undoes them."""
+    teacher = model_of(family, "sequence")
+    words = teacher.get_input_embeddings().weight
+    with torch.no_grad():
+        words[:, 1::2] *= 10
+        for name, tensor in teacher.named_parameters():
+            if "norm" in name.lower() or ".ln_" in name:
+                tensor[1::2] *= 0.1
+    student = student_from_teacher(teacher, config={"hidden_size": 8})
+    assert torch.equal(student.get_input_embeddings().weight, words[:, ::2])
+
+
+def test_layers_and_widths_are_cut_together():
+    teacher = classifier("bert")
+    student = student_from_teacher(teacher, [1, 4], config={"intermediate_size": 8})
+    narrow = student_from_teacher(teacher, config={"intermediate_size": 8})
+    assert torch.equal(
+        student.bert.encoder.layer[1].output.dense.weight,
+        narrow.bert.encoder.layer[3].output.dense.weight,
+    )
+    by_name = student_from_teacher(teacher, config={"intermediate_size": 8, "num_hidden_layers": 2})
+    assert by_name.config.num_hidden_layers == 2
+    assert len(student_from_teacher(teacher).bert.encoder.layer) == 4
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta_v2", "gpt2", "qwen3", "bart", "albert"])
+def test_random_students_have_any_size(family):
+    teacher = model_of(family, "sequence").double()
+    sizes = {"hidden_size": 32, "num_attention_heads": 4}
+    if family == "deberta_v2":
+        sizes["pooler_hidden_size"] = 32
+    torch.manual_seed(0)
+    student = student_from_teacher(teacher, 5, config=sizes, weights="random")
+    assert student.config.hidden_size == 32 and student.dtype == torch.float64
+    depth = "decoder_layers" if family == "bart" else "num_hidden_layers"
+    assert getattr(student.config, depth) == 5
+    assert logits(student).isfinite().all()
+    torch.manual_seed(0)
+    again = student_from_teacher(teacher, 5, config=sizes, weights="random")
+    assert torch.equal(logits(student), logits(again))
+
+
+# Wrong sizes, of a family's classifier or of a model.
+WRONG = [
+    ("bert", {"hiden_size": 8}, "no size 'hiden_size'; use num_hidden_layers, hid"),
+    ("bert", {"head_dim": 8}, "BertConfig has no size 'head_dim'"),
+    ("bert", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
+    ("bert", {"hidden_size": 8.5}, "hidden_size must be a whole number .* got 8.5"),
+    ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
+    ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
+    ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
+    ("bert", {"num_hidden_layers": 9}, "student has 9 layers"),
+    ("bert", {"num_hidden_layers": 0}, "num_hidden_layers must be .*at least 1, got 0"),
+    ("llama", {"num_key_value_heads": 2, "num_attention_heads": 1}, "no multiple of num_key"),
+    ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
+    ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config: only .*random"),
+    ("electra", {"hidden_size": 8}, "can't be cut to"),
+    (grouped, {"num_attention_heads": 3}, "num_attention_heads: 3 is no multiple of the 2 tha"),
+    (grouped, {"num_key_value_heads": 1}, "query heads per key and value head: 4 is more"),
+    (crossed, {"hidden_size": 8}, r"encoder.* has several attentions"),
+]  # fmt: skip
+
+
+def test_wrong_layers_and_sizes_are_errors():
+    teacher, two = classifier("bert"), classifier("bert", layers=2)
+    for words, call, *given in (
+        ("did you mean 'uniform'", layer_map, "uniforn", 12, 6),
+        ("student has 6 layers but the teacher only 4", layer_map, "top", 4, 6),
+        ("student_layers must be at least 1", layer_map, "top", 4, 0),
+        ("increasing numbers from 1 to 4", check_layers, [0, 2], 4),
+        ("increasing", check_layers, [2, 2], 4),
+        ("increasing", check_layers, [], 4),
+        ("2 teacher layers for 3 student layers", resolve_layers, [1, 2], 4, 3),
+        ("student has 3 layers", select_layers, two, [batch()], 3),
+        ("at least two real tokens", select_layers, two, [], 1),
+        ("transformers model", select_layers, nn.Linear(2, 2), [batch()], 1),
+        ("must be a transformers model, got Linear", student_from_teacher, nn.Linear(2, 2), [1]),
+        ("at least 1, got 0", student_from_teacher, teacher, 0),
+        ("student has 5 layers", student_from_teacher, teacher, 5),
+        (r"'uniform'; .*layer_map\(.uniform., 4, co", student_from_teacher, teacher, "uniform"),
+        (r"increasing numbers from 1 to 4.*got True", student_from_teacher, teacher, True),
+        ("increasing numbers from 1 to 4", student_from_teacher, teacher, [2, 5]),
+    ):  # fmt: skip
+        raises(words, call, *given, error=(ValueError, TypeError))
+    for family, sizes, words in WRONG:
+        teacher = classifier(family) if isinstance(family, str) else family()
+        raises(words, student_from_teacher, teacher, config=sizes)
+    words, both = "layers, num_hidden_layers: both set", {"num_hidden_layers": 2}
+    raises(words, student_from_teacher, two, 2, config=both)
+    words, kind = "weights must be one of 'cut', 'random', got 'cur'", {"weights": "cur"}
+    raises(words, student_from_teacher, two, config={"hidden_size": 8}, **kind)

@@ -218,7 +218,7 @@ def test_selected_layers_make_the_student_and_are_compared(ready, tiny, tmp_path
     _, models = ready(**given, method="mc3kd", options={"layers": "top"})
     assert models.selected == [1, 4] and models.distiller.method.layers == "top"
     sizes = {"hidden_size": 12, "num_attention_heads": 2, "intermediate_size": 8}
-    if kind == "bert":  # what methods make of two widths: tests/distill/test_width.py
+    if kind == "bert":  # what methods make of two widths: tests/distill/test_student.py
         _, models = ready(**given, method="mc3kd", student_config=sizes)
         weight = models.student.get_parameter("bert.encoder.layer.1.intermediate.dense.weight")
         assert weight.shape == (8, 12)
