@@ -56,7 +56,7 @@ from fastkd.distill.methods import Labels
 from fastkd.distill.verify import gradients_of, taken
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import Offload
-from tests.distill.models import set_dropout
+from tests.distill.models import eager, set_dropout
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import model_of
 from tests.support.gathered import run_threads
@@ -96,8 +96,6 @@ LAST = ("labels", "soft_targets", "knn", "lrkd", "distilbert", "embeddings", "go
 LORA = {
     "bert": ["query", "value"], "roberta": ["query"], "gpt2": ["c_attn"], "llama": ["q_proj"],
 }  # fmt: skip
-# Forms of teachers that a step changes.
-COPIED = "autocast", "float32 teachers", "halved output", "halved layer", "halved class"
 TYPES = {"decisions": "multi_label_classification", "shares": "single_label_classification"}
 
 
@@ -172,9 +170,8 @@ class Step:
             self.problem = "classes"
         alike = self.name in ("pkd", "distilbert", "own")
         width = 8 if self.family in CUT and not alike and self.chance(0.25) else 16
-        eager = self.name in ("attention", "own")
-        given = self.head, self.problem == "numbers", eager
-        self.student = copy.deepcopy(student_of(self.family, *given, width))
+        given = self.head, self.problem == "numbers"
+        self.student = student_of(self.family, *given, width)
         other = OTHERS.get(self.family)
         alike = self.name in ("own", "minilm")
         if other is None or alike or self.head == "choices" or not self.chance(0.2):
@@ -190,6 +187,9 @@ class Step:
         narrow = self.name == "soft_targets" and other in CUT and self.chance(0.5)
         if self.apart or self.chance(0.4 if self.name == "soft_targets" else 0.15):
             self.teachers.append(teacher_of(other, *given, 1, self.wide, narrow))
+        self.student, *self.teachers = copy.deepcopy([self.student, *self.teachers])
+        if self.name in ("attention", "own"):
+            eager([self.student, *self.teachers])
         # Whose configuration says that labels are decisions; their type does, too.
         inferred = self.problem == "decisions"
         self.typed = self.pick("both", "teacher", "teacher", "none") if inferred else "both"
@@ -223,8 +223,6 @@ class Step:
         if same:
             forms += ["average"] + 3 * ["adapters of the teacher"] * (self.family in LORA)
         self.form = self.pick(*forms)
-        if self.form in COPIED:
-            self.teachers = [copy.deepcopy(x) for x in self.teachers]
         models = self.student, *self.teachers
         if self.form == "frozen block":
             Backbone(self.student).blocks[0].requires_grad_(False)
@@ -559,7 +557,7 @@ class Step:
     def run(self, models: list[Any], shifts: list[Any], own: bool = False) -> "Run":
         """Each text alone; ``shifts`` are added to its embeddings, or get them as leaves."""
         hidden, maps, logits, masks, qkv = [], [], [], [], []
-        eager, reads_qkv = self.name in ("attention", "own"), self.name in READ_QKV
+        reads_maps, reads_qkv = self.name in ("attention", "own"), self.name in READ_QKV
         for model, text, shift in zip(models, self.texts, shifts, strict=True):
             prefix = "decoder_" if model.config.is_encoder_decoder else ""
             ids = text.teacher if own and text.teacher is not None else text.ids
@@ -578,11 +576,11 @@ class Step:
                 given["position_ids"] = self.start + torch.arange(len(ids))[None]
             projections = projections_of(model) if reads_qkv else contextlib.nullcontext({})
             with embeddings_of(model, shift), projections as projected:
-                out = model(**given, output_attentions=eager)
+                out = model(**given, output_attentions=reads_maps)
             states = out[f"{prefix}hidden_states"]
             for choice in range(len(states[0])):
                 hidden.append([x[choice].double() for x in states])
-                found = out[f"{prefix}attentions"] if eager else []
+                found = out[f"{prefix}attentions"] if reads_maps else []
                 maps.append([x[choice].double() for x in found])
                 written = self.head == "written words"
                 real = torch.ones(len(states[0][0])) > 0 if text.real is None else text.real
@@ -1329,7 +1327,7 @@ PAIRS += 4 * [
 
 @functools.cache
 def teacher_of(
-    family: str, head: str, numbers: bool, eager: bool, number: int = 0, wide: bool = False,
+    family: str, head: str, numbers: bool, number: int = 0, wide: bool = False,
     narrow: bool = False,
 ) -> Any:  # fmt: skip
     """Three layers of width 16, in float64; ``wide``: four more entries in its vocabulary."""
@@ -1342,24 +1340,23 @@ def teacher_of(
         model = student_from_teacher(model, config={"hidden_size": 8})
     if wide:
         model.resize_token_embeddings(V + 4, mean_resizing=False)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)
-    model.set_attn_implementation("eager") if eager else None
-    return model.double().eval()
+    return with_noise(model, 0.05).double().eval()
 
 
 @functools.cache
-def student_of(family: str, head: str, numbers: bool, eager: bool, width: int) -> Any:
+def student_of(family: str, head: str, numbers: bool, width: int) -> Any:
     """Layers 1 and 3 of the family's teacher, with noise, and without dropout."""
     options = {} if width == 16 else {"config": {"hidden_size": width}}
-    model = student_from_teacher(teacher_of(family, head, numbers, eager), [1, 3], **options)
+    model = student_from_teacher(teacher_of(family, head, numbers), [1, 3], **options)
+    set_dropout(model)
     torch.manual_seed(20)
+    return with_noise(model, 0.1)
+
+
+def with_noise(model: Any, size: float) -> Any:
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    set_dropout(model)
-    model.set_attn_implementation("eager") if eager else None
+            p += size * torch.randn_like(p)
     return model
 
 
@@ -1385,7 +1382,7 @@ def described(step: Step) -> str:
 
 
 def offloaded(step: Step, folder: str) -> list[Any]:
-    """The teachers, moved away if that is drawn."""
+    """The teachers, or copies that are moved away."""
     if not step.form.startswith("offloaded"):
         return step.teachers
     teachers, cpu = [copy.deepcopy(x) for x in step.teachers], torch.device("cpu")

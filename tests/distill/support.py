@@ -1,6 +1,10 @@
-"""What works with what, tried out on tiny models: `python -m tests.distill.support` writes
-docs/support.md."""
+"""What works with what, tried out on tiny models.
 
+`python -m tests.distill.support` writes the table of docs/support.md.
+"""
+
+import copy
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -57,6 +61,11 @@ def heads(family):
 
 
 def model_of(family, head):
+    return copy.deepcopy(_model(family, head))
+
+
+@functools.cache
+def _model(family, head):
     config = config_of(family, num_labels=2 if head == "answers" else 3)
     config.architectures = ["DeiTForImageClassification"] if family == "deit" else None
     torch.manual_seed(0)
@@ -172,32 +181,12 @@ def lines_of(family):
         yield f"| {family} | {', '.join(heads)} | {marks} | {'; '.join(wrong)} |"
 
 
-INTRODUCTION = f"""# What works with what
-
-The tests write this page (`python -m tests.distill.support`). They train a step of every family,
-head and method on tiny models. "yes": the loss is finite and every block of the student gets a
-gradient. "–": the method does not apply. KNN needs one label for each sample, and without a head
-there are no labels to learn and no outputs to compare. Methods have the papers' values; MC3KD
-chooses its layers by `prepare`, as the Trainer does before training. The student has layers 1 and
-3 of the teacher's three (`student_from_teacher`). `attention` is `AttentionMSE`, with eager
-attention. BART, T5 and Whisper are compared and cut in [their
-decoder](any_loop.md#encoder-decoders).
-
-Heads are transformers' auto classes: none (`AutoModel`), sequence, tokens, answers (question
-answering), choices (multiple choice), masked words, next word, written words (encoder-decoders),
-transcripts (speech), image, sound. A family that is missing here works if its blocks are a list of
-modules. [Any loop](any_loop.md#models-that-arent-from-transformers) has other models.
-
-For "masked words" and "next word" the terms on logits come from hidden states and heads, and
-`out.logits` is None unless `keep_logits=True`. All logits are computed for MobileBERT, BART, T5
-and Whisper, for compiled models and `Blocks`, for sharded parameters, and for methods with terms
-that fastkd does not define. [Benchmarks](benchmarks.md) has the memory that this saves.
-
-| family | head | {" | ".join(ALL)} | |
-|{"---|" * (len(ALL) + 3)}
-"""
+def written():
+    """The page's lines before the table, and the cells of the table's lines."""
+    before, rule, table = PAGE.read_text().partition(f"\n|{'---|' * (len(ALL) + 3)}\n")
+    return before + rule, [line.strip("| ").split(" | ") for line in table.splitlines()]
 
 
 if __name__ == "__main__":
     lines = [line for family in sorted(FAMILIES) for line in lines_of(family)]
-    PAGE.write_text(INTRODUCTION + "\n".join(lines) + "\n")
+    PAGE.write_text(written()[0] + "\n".join(lines) + "\n")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill import DistillationTrainer, Distiller, EMATeacher, SoftTargets
-from tests.distill.models import batch, classifier, set_dropout, split
+from tests.distill.models import batch, classifier, set_dropout
 from tests.distill.processes import run_ranks
 from tests.distill.test_trainer import arguments
 from tests.support.compare import raises
@@ -58,30 +58,6 @@ def test_half_precision_does_not_round_small_steps_away():
     for _ in range(60):
         teacher.update()
     torch.testing.assert_close(found, torch.full_like(found, 1 + 0.995**60))
-
-
-def test_a_trainer_updates_and_resumes_it(tmp_path):
-    rows = split(batch(rows=16))
-
-    def trainer(directory):
-        distiller, _ = made()
-        given = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4}
-        options = arguments(directory, learning_rate=1e-2, **given)
-        return DistillationTrainer(model=distiller, args=options, train_dataset=rows)
-
-    whole = trainer(tmp_path / "whole")
-    start = copy.deepcopy(whole.distiller.teacher)
-    whole.train()
-    again = trainer(tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    triples = [x.teacher.parameters() for x in (whole.distiller, again.distiller)]
-    for first, ours, theirs in zip(start.parameters(), *triples, strict=True):
-        assert torch.equal(ours, theirs)
-        if first.abs().sum() > 0:
-            assert not torch.equal(ours, first)
-    (tmp_path / "whole" / "checkpoint-2" / "ema_teacher.pt").unlink()
-    with pytest.raises(ValueError, match=r"no ema_teacher\.pt"):
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
 WAYS = [("DDP", torch.float32), ("FSDP2", torch.float32), ("FSDP2", torch.bfloat16)]
