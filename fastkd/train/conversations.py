@@ -153,7 +153,8 @@ def _completed(record: dict[str, Any], where: str) -> list[Any]:
 def _history(record: dict[str, Any], where: str) -> list[Message]:
     """Earlier questions and answers."""
     found: list[Message] = []
-    for turn in record.get(HISTORY) or ():
+    turns = record.get(HISTORY) or ()
+    for turn in turns if isinstance(turns, list | tuple) else [turns]:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise InputError(
                 f"{where}: column {HISTORY!r} is not a list of pairs, a question and its answer, "
