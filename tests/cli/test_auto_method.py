@@ -8,7 +8,6 @@ from fastkd.study.grid import StudySettings
 from fastkd.train import models, tasks
 from fastkd.train.config import NAMES, Config
 from fastkd.train.models import METHODS, Choice, choose
-from fastkd.train.saving import read_json
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.support.runs import made, press_ctrl_c, report_of, stop_at
@@ -61,19 +60,18 @@ def test_a_run_records_its_method_and_keeps_it(distill, tiny, tmp_path, monkeypa
     monkeypatch.setitem(METHODS, "classification", Choice("lrkd", "a reason"))
     with monkeypatch.context() as patch:
         stop_at(patch, 2, press_ctrl_c)
-        distill(expect=130)
-    begun = read_json(tmp_path / "out/unfinished/fastkd.json")
-    assert (begun["settings"]["method"], begun["method"]) == ("auto", "lrkd")
+        distill(expect=130, max_train_rows=16)
     monkeypatch.setitem(METHODS, "classification", Choice("fcd", "another reason"))
-    assert "method lrkd (--method auto): as the run began" in distill("--resume")
+    said = distill("--resume", max_train_rows=16)
+    assert "method lrkd (--method auto): as the run began" in said
+    found, _ = made(**usual(tiny, tmp_path))
+    why = f"--task classification: another reason ({models.PAGE})"
+    assert f"method fcd (--method auto): {why}" in found.display.lines
     report = report_of(tmp_path / "out")
     assert (report["settings"]["method"], report["method"]) == ("auto", "lrkd")
     assert set(report["best"]["losses"]) == {"loss", "task", "soft", "projection"}
     card = (tmp_path / "out/student/README.md").read_text()
     assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
-    why = f"--task classification: another reason ({models.PAGE})"
-    found, _ = made(**usual(tiny, tmp_path))
-    assert f"method fcd (--method auto): {why}" in found.display.lines
 
 
 def test_auto_is_a_method_of_a_study(tmp_path):

@@ -58,17 +58,6 @@ def test_evaluation_of_other_labels(alone, folder, teacher):
     assert -1 <= learned[metric] <= 1
 
 
-def test_mistakes(alone, folder):
-    held_out = {"eval": folder / "held-out.txt"}
-    for options, words in (
-        ({"eval": None}, "--eval is missing"),
-        ({**held_out, "finetune_teacher": 1}, "text alone needs a teacher with a finished head"),
-        ({**held_out, "metric": "f1"}, "no column 'label', which --metric f1 compares"),
-        ({**held_out, "method": "labels"}, "--unlabelled and --method labels exclude each other"),
-    ):
-        assert words in run("distill", **{**alone, **options}, expect=2)
-
-
 def test_labels_of_few_rows_are_evaluated_as_often_as_other_methods(alone, folder, tmp_path):
     """An epoch of the labelled rows alone is one step, and each was followed by an evaluation."""
     few = {"unlabelled": None, "train": folder / "train.tsv", "labelled": 8, "steps": 12}

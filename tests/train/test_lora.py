@@ -9,11 +9,10 @@ from safetensors.torch import load_file
 from fastkd.distill import student_from_teacher
 from fastkd.models.inputs import accepted
 from fastkd.train import lora
-from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from fastkd.train.tasks.chat import TASK
 from tests.support.runs import report_of
-from tests.support.tiny import make_teacher, run, usual
+from tests.support.tiny import usual
 from tests.train.tasks.through import killed_and_resumed, make_chat_teacher, verified, write_chats
 
 IDS = torch.arange(12).view(2, 6)
@@ -70,32 +69,6 @@ def test_adapters_change_nothing_before_training(name):
     expected = student(**batch)[0]
     adapted = lora.adapted(student, {"r": 2}, name, None).eval()
     assert torch.equal(adapted(**accepted(adapted, batch))[0], expected)
-
-
-def test_mistakes_and_what_no_adapter_could_make(chat, tmp_path):
-    """A random head, a random student, and layers that are not there."""
-    for given, words in (
-        ({"rank": 4}, "--lora rank: known: r, alpha, targets, dropout"),
-        ({"r": 0}, "--lora r=0: must be a whole number above 0"),
-        ({"r": 4, "alpha": "x"}, "--lora alpha=x: must be a number, at least 0"),
-        ({"dropout": 1}, "--lora dropout=1: must be a number, at least 0 and below 1"),
-    ):
-        with pytest.raises(InputError, match=words):
-            lora.read(given, "--lora")
-    teacher, student = (make_teacher(tmp_path / name, head=False) for name in ("a", "b"))
-    t.BertForMaskedLM(t.BertConfig.from_pretrained(teacher)).save_pretrained(teacher)
-    (tmp_path / "a.txt").write_text("good film\n\nbad film\n")
-    few = {"task": "masked-lm", "teacher": teacher, "student": student}
-    few |= dict.fromkeys(("train", "eval"), tmp_path / "a.txt")
-    for options, words in (
-        (few, "it has no language model head (cls."),
-        (few, "adapters alone learn"),
-        ({"student_weights": "random"}, "--lora and --student-weights random"),
-        ({"lora": "targets=nothing"}, "--lora: Target modules"),
-        ({"finetune_teacher": 1, "teacher_lora": "r=0"}, "--teacher-lora r=0"),
-        ({"teacher_lora": "r=2"}, "--teacher-lora needs --finetune-teacher EPOCHS"),
-    ):
-        assert words in run("distill", **{**chat, **options}, expect=2)
 
 
 def test_adapters_learn_are_saved_beside_their_sum_and_resume(chat, tmp_path, monkeypatch):
