@@ -1,6 +1,7 @@
 """`fastkd demo`: its corpus and what it needs; the whole run: tests/cli/test_processes.py."""
 
 import itertools
+import shutil
 from collections import Counter
 
 import pytest
@@ -13,79 +14,63 @@ from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
 AREA_OF = {"email": "network", "http": "network", "html": "text", "json": "text"}
+#: Files without a docstring of their own.
+ODD = {
+    "pathlib.py": b'def p():\n    """Method 1 of  email a A!"""\n',  # in two areas
+    "random.py": b'def r():\n    """Too short."""\n',
+    "broken.py": b'def f(:\n    """Does not parse at all."""\n',
+    "heapq.py": b"\x00\xff",
+    "test/random.py": b'def t():\n    """Never to be read here."""\n',
+}
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Packages of two areas: each has four modules with four classes of five methods."""
-    root = tmp_path_factory.mktemp("library")
+def write_library(root):
+    """Packages of two areas, each of four modules with four classes of five methods; oddities."""
     for package, module in itertools.product(AREA_OF, "abcd"):
-        (root / package).mkdir(exist_ok=True)
         lines = []
         for name in "ABCD":
             lines.append(f"class {name}:")
             for i in range(5):
                 text = f"Method {i} of {package} {module} {name}."
                 lines += [f"    def f{i}(self):", f'        """{text}"""']
+        (root / package).mkdir(parents=True, exist_ok=True)
         (root / package / f"{module}.py").write_text("\n".join(lines))
+    for name, content in ODD.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
     return root
 
 
-def test_areas_are_balanced_and_mixed_and_share_no_docstring(library):
+def write_packaged(folder):
+    make_teacher(folder / "teacher", layers=6, head=False)
+    write_library(folder / "library")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return write_library(tmp_path_factory.mktemp("demo") / "library")
+
+
+def test_areas_are_balanced_and_mixed_and_share_no_docstring(library, tmp_path):
     sets = load_docstrings(40, 8, library)
+    assert sets == load_docstrings(40, 8, library)
     for rows, limit in zip(sets, (40, 8), strict=True):
         labels = [row["label"] for row in rows]
         assert Counter(labels) == {"network": limit, "text": limit}
         assert len({*labels[: len(rows) // 2]}) == 2 and len({x["text"] for x in rows}) == len(rows)
     groups = [{row["text"][9:] for row in rows} for rows in sets]
     assert not groups[0] & groups[1]  # classes stay together
+    every = [text for rows in load_docstrings(160, 40, library) for text in rows]
+    texts = {row["text"] for row in every}  # all
+    assert "Method 2 of email a A." in texts and "Method 1 of email a A." not in texts
+    assert len(texts) == 319 and {row["label"] for row in every} == {"network", "text"}
+    assert {text for *_, text in docstrings(library)} > texts | {"Too short."}
     modules = [module for listed in AREAS.values() for module in listed.split()]
     assert len(modules) == len(set(modules))
-
-
-def write_library(root):
-    root.mkdir()
-    methods = "".join(
-        f'    def f{i}(self):\n        """Send mail number {i}, a nice one."""\n' for i in range(40)
-    )
-    (root / "smtplib.py").write_text(
-        '"""The module about sending mail."""\nclass Mail:\n    """One mail to be sent."""\n'
-        + methods
-    )
-    (root / "random.py").write_text(
-        "\n".join(f'def r{i}():\n    """Draw a random number {i} now."""' for i in range(40))
-        + '\ndef both():\n    """Text that stands in two areas."""\n'
-        + 'def short():\n    """Too short."""\n'
-    )
-    (root / "pathlib.py").write_text('def p():\n    """Text that  stands in two areas!"""\n')
-    (root / "broken.py").write_text('def f(:\n    """Does not parse at all."""\n')
-    (root / "heapq.py").write_bytes(b"\x00\xff")
-    (root / "test").mkdir()
-    (root / "test" / "random.py").write_text('def t():\n    """Never to be read here."""\n')
-    return root
-
-
-def write_packaged(folder):
-    make_teacher(folder / "teacher", layers=6, head=False)
-    library = write_library(folder / "library")
-    (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-
-
-def test_oddities_are_left_out(tmp_path):
-    root = write_library(tmp_path / "lib")
-    groups = {group for _, group, text in docstrings(root) if "mail number" in text}
-    assert groups == {"smtplib.py:Mail"}
-    assert not any("Never" in text for _, _, text in docstrings(root))
+    shutil.copytree(library / "email", tmp_path / "email")
     for load in (load_docstrings, load_pairs):
         with pytest.raises(InputError, match="too few docstrings"):
-            load(10, 10, root)
-
-    (root / "email.py").write_text((root / "random.py").read_text().replace("random", "mail"))
-    sets = load_docstrings(30, 4, root)
-    assert sets == load_docstrings(30, 4, root)
-    assert {row["label"] for row in sets[0]} == {"network", "numbers"}
-    texts = [row["text"] for rows in sets for row in rows]
-    assert not any("two areas" in text or "Too short" in text for text in texts)
+            load(10, 10, tmp_path)
 
 
 def test_pairs_are_graded_by_the_tree(library):

@@ -37,6 +37,7 @@ def test_all_backends_that_run_are_right():
         assert cells[1:5] == ["no", "kernel", "no", "kernel"] and cells[5].startswith("ok")
 
 
+@pytest.mark.thorough
 def test_the_losses_alone_check_themselves_and_have_a_help():
     """With only the packages of the losses installed."""
     extras = ("typer", "rich", "transformers", "datasets", "accelerate", "sklearn", "scipy",

@@ -137,15 +137,18 @@ def whole(run, killer, tmp_path_factory):
 def test_every_kill_resumes_to_the_same_bits(run, whole, tmp_path):
     """At any moment a complete student is there, the old one or the new one.
 
-    Four of all the places are drawn; FASTKD_KILLS=all tries each.
+    Two of all the places are drawn; FASTKD_KILLS=all tries each.
     """
     old, (files, models), total, named = whole
     places = range(1, total + 1)
     if os.environ.get("FASTKD_KILLS") != "all":
-        places = random.Random(FIRST).sample(places, 4)
+        places = random.Random(FIRST).sample(places, 2)
     # And the last seal, between the renames of a replacement, and the end; the first operations
     # make a new output.
-    kills = [*((True, x) for x in (*places, *named, total)), *((False, x) for x in (2, 5, 8))]
+    kills = [
+        *((True, x) for x in (*places, *named, total)),
+        (False, random.Random(FIRST).randint(2, 8)),
+    ]
     for replaces, last in kills:
         out = tmp_path / f"out{last}{replaces}"
         if replaces:

@@ -6,12 +6,12 @@ import functools
 import json
 import pickle
 import random
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from fastkd.study import budget, grid, grid_report, grid_runs
@@ -25,7 +25,7 @@ from fastkd.train.options import read_options_file
 from fastkd.train.progress import Display
 from tests.support.draw import FIRST
 from tests.support.runs import once, stop_at, terminate
-from tests.support.tiny import make_teacher, run, sentences
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_two_tokenizers import byte_pairs
 from tests.train.tasks.through import (
     make_chat_teacher,
@@ -85,13 +85,6 @@ def write_glue(root):
     return root
 
 
-def replaced(text, changes):
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new, 1)
-    return text
-
-
 @pytest.fixture
 def root(tmp_path):
     (tmp_path / "teacher").mkdir()
@@ -143,37 +136,6 @@ def test_a_grid_equals_the_same_run_by_hand(done, tmp_path):
         assert part in page
 
 
-class AtOnce:
-    """A process whose work is done here, when it starts."""
-
-    exitcode, is_alive = 0, staticmethod(bool)
-
-    def __init__(self, target, args, daemon):
-        self.start = functools.partial(target, *pickle.loads(pickle.dumps(args)))
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_workers_train_what_is_missing_or_changed(finished, done, tmp_path, monkeypatch):
-    """Real processes share the runs of a study in tests/cli/test_processes.py."""
-    out = shutil.copytree(done.out, tmp_path / "out")
-    runs = GridRuns(done.grid, out)
-    changed, damaged, *kept = map(runs.path, runs.cells)
-    edited = json.loads(changed.read_text())
-    edited["scores"]["accuracy"] = 0.999
-    changed.write_text(json.dumps(edited))
-    damaged.write_text(damaged.read_text()[:100])
-    assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
-    times = [path.stat().st_mtime_ns for path in kept]
-    context = {"spawn": SimpleNamespace(Process=AtOnce)}
-    monkeypatch.setattr(grid_runs.multiprocessing, "get_context", context.__getitem__)
-    output = run("study", finished / "spec.toml", out=out, jobs=2)
-    assert changed.name in output and damaged.name in output and kept[0].name not in output
-    assert [path.stat().st_mtime_ns for path in kept] == times
-    for cell in runs.cells[:2]:
-        for name in ("scores", "teacher", "predictions"):
-            assert runs.result(cell)[name] == done.result(cell)[name]
-
-
 @pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_study_goes_on_to_the_same_runs(finished, done, tmp_path, monkeypatch):
     given = {"out": tmp_path / "out", "seeds": 1, "methods": "labels"}
@@ -202,6 +164,49 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
         assert kept["scores"] == {"perplexity": best}
 
 
+@pytest.mark.usefixtures("without_pictures")
+def test_workers_train_what_is_missing_or_changed(finished, done, tmp_path, monkeypatch):
+    """The work of a process is done here, when it starts; of one that died, nowhere.
+
+    Real processes share the runs of a study in tests/cli/test_processes.py.
+    """
+    out = shutil.copytree(done.out, tmp_path / "out")
+    runs = GridRuns(done.grid, out)
+    changed, damaged, *kept = map(runs.path, runs.cells)
+    edited = json.loads(changed.read_text())
+    edited["scores"]["accuracy"] = 0.999
+    changed.write_text(json.dumps(edited))
+    damaged.write_text(damaged.read_text()[:100])
+    assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
+    times = [path.stat().st_mtime_ns for path in kept]
+
+    def process(target, args, daemon):
+        work = functools.partial(target, *pickle.loads(pickle.dumps(args)))
+        return SimpleNamespace(exitcode=code, is_alive=bool, start=bool if code else work)
+
+    monkeypatch.setattr(
+        grid_runs.multiprocessing, "get_context", {"spawn": SimpleNamespace(Process=process)}.get
+    )
+    given, code = {"out": out, "jobs": 2}, -9
+    assert "a process died; the same command" in run(
+        "study", finished / "spec.toml", expect=1, **given
+    )
+    assert "2 runs are not finished" in (out / "report.md").read_text()
+    code = 0
+    output = run("study", finished / "spec.toml", **given)
+    assert changed.name in output and damaged.name in output and kept[0].name not in output
+    assert [path.stat().st_mtime_ns for path in kept] == times
+    for cell in runs.cells[:2]:
+        for name in ("scores", "teacher", "predictions"):
+            assert runs.result(cell)[name] == done.result(cell)[name]
+    cell = done.cells[0]  # whose teacher has no head
+    cell = dataclasses.replace(cell, options={**cell.options, "finetune_teacher": 0})
+    bare = dataclasses.replace(done.grid, cells=(cell,))
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"Error: labels on one: .*finetune_teacher"):
+        grid_runs._worker(bare, tmp_path / "other", torch.get_num_threads(), Display)
+
+
 # What is searched within some hours
 
 CHANGES = {
@@ -211,18 +216,19 @@ CHANGES = {
 
 
 @pytest.fixture
-def path(tiny, tmp_path):
+def searched(root):
     """The file with four values in each list."""
-    for name in ("teacher", "train.tsv", "dev.tsv"):
-        (tmp_path / name).symlink_to(tiny / name)
-    path = tmp_path / "grid.toml"
-    path.write_text(replaced(FILE, CHANGES))
-    return path
+    text = FILE
+    for old, new in CHANGES.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    (root / "grid.toml").write_text(text)
+    return root / "grid.toml"
 
 
 @pytest.fixture
-def study(path):
-    return grid.read(StudySettings(spec=path))
+def study(searched):
+    return grid.read(StudySettings(spec=searched))
 
 
 @pytest.mark.parametrize(("limit", "expected"), [
@@ -242,13 +248,14 @@ def test_the_widest_search_that_fits(study, limit, expected):
     assert Search(16, 2).cost(16, 40.0) + Search(16, 2).cost(4, 40.0) == 280
 
 
-def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
-    """Scores rise with alpha and learning rate, and with the steps."""
-    trained, said = [], []
+@pytest.fixture
+def trained(monkeypatch):
+    """Steps of the runs of each training, whose scores rise with alpha, learning rate and steps."""
+    found = []
 
     def train(self, jobs):
         (self.out / "runs").mkdir(parents=True, exist_ok=True)
-        trained.append([cell.options.get("training_steps") for cell in self.grid.cells])
+        found.append([cell.options.get("training_steps") for cell in self.grid.cells])
         for cell in self.grid.cells:
             score = cell.options["learning_rate"] + cell.options["options"].get("alpha", 0)
             result = {"scores": {"accuracy": score}, "lower_is_better": []}
@@ -257,7 +264,11 @@ def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GridRuns, "train", train)
     monkeypatch.setattr(GridRuns, "steps", lambda self, cell: (40, 1.0))
-    display = Display()
+    return found
+
+
+def test_the_best_quarter_goes_on(study, trained, tmp_path, monkeypatch):
+    said, display = [], Display()
     display.say = said.append
     found = budget.searched(GridRuns(study, tmp_path, display), 1500 / 3600, 1).grid
     assert trained == [[10] * 4 + [2] * 16, [10] * 4]
@@ -274,14 +285,18 @@ def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
         budget.searched(GridRuns(study, tmp_path), 1500 / 3600, 1)
 
 
-def test_the_first_values_and_a_small_budget(path, tmp_path, monkeypatch, without_pictures):
-    monkeypatch.setattr(grid_runs, "TIMED", (1, 2))
-    first = grid.read(StudySettings(spec=path, grid="first"))
+def test_the_first_values_and_a_small_budget(searched, trained, tmp_path, monkeypatch):
+    first = grid.read(StudySettings(spec=searched, grid="first"))
     assert len(first.cells) == 4 and first.cells[-1].options["options"] == {"alpha": 0.1}
+    for name in ("train.tsv", "dev.tsv"):
+        write_tsv(tmp_path / name)
+    written = []
+    monkeypatch.setattr(GridRuns, "check", bool)
+    monkeypatch.setattr(grid_report, "write", lambda runs, out: written.append(runs.cells) or [])
     small = {"budget": 1e-15, "grid": "first", "methods": "labels"}
-    output = run("study", path, out=tmp_path / "out", **small)
+    output = run("study", searched, out=tmp_path / "out", **small)
     assert "then 1 seed with 0% of the steps" in output
-    assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
+    assert trained == [[1]] and [len(cells) for cells in written] == [1]
     assert "labels on own" not in output  # nothing was searched
 
 
@@ -428,10 +443,10 @@ def kind_of(name, cell):
 
 @pytest.mark.parametrize("extent", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
 def test_the_tables_run(models, tmp_path, monkeypatch, without_pictures, extent):
-    """Eight tables are checked and one runs, drawn anew each time; or runs of every kind."""
+    """Four tables are checked and one runs, drawn anew each time; or runs of every kind."""
     for folder in ("WIKIPEDIA", "AUGMENTED"):
         monkeypatch.setenv(folder, str(models))
-    drawn = random.Random(FIRST).sample([*PLANS], len(PLANS) if extent == "all" else 8)
+    drawn = random.Random(FIRST).sample([*PLANS], len(PLANS) if extent == "all" else 4)
     kinds, most = set(), len(PLANS) if extent == "all" else 2
     for number, name in enumerate(drawn):
         runs = run_of_table(name, models, tmp_path)
@@ -478,14 +493,3 @@ def test_stages_and_test_sets_of_tables():
     assert "/data/cola.tsv" in trained
     for cell in grid.read(StudySettings(spec=Path("paper:lrkd-4"))).cells:
         assert [path.stem for path in cell.options["test"]] == SETS
-
-
-def test_files_of_the_pages_are_valid(tmp_path):
-    """A plan in stages: tests/cli/test_stages.py."""
-    docs, path = Path(__file__).parents[2] / "docs", tmp_path / "file.toml"
-    pages = [*(docs / "papers").glob("*.md"), docs / "studies" / "README.md"]
-    files = re.findall(r"```toml\n(.*?)```", "".join(p.read_text() for p in pages), re.DOTALL)
-    assert len(files) == 3
-    for text in files:
-        path.write_text(text)
-        assert grid.read(StudySettings(spec=path)).cells

@@ -67,6 +67,11 @@ def table(accuracies, seeds=4):
     return summary_of(results)
 
 
+def lined(accuracies, seeds=4):
+    study, summary, _ = table(accuracies, seeds)
+    return study, [summary]
+
+
 def scored(metric, scores, paper=None, **about):
     """A study of these scores by variant and seed, its results, table and the table's rows."""
     results = {
@@ -82,27 +87,26 @@ def scored(metric, scores, paper=None, **about):
 
 
 def test_verdicts_find_the_planted_effects_only():
+    """And the sentence that opens the report."""
     planted = {"labels": 0.7, "same": 0.7, "better": 0.8, "worse": 0.6, "again": 0.7}
-    _, _, rows = table(planted)
+    study, summary, rows = table(planted)
     assert rows["better"].verdict == ABOVE and rows["worse"].verdict == BELOW
     assert rows["same"].verdict == ALIKE and rows["again"].verdict == ALIKE
     assert rows["better"].difference.mean == pytest.approx(0.1, abs=0.01)
     assert rows["better"].recovered.mean == pytest.approx(0.5, abs=0.05)
     assert rows["labels"].difference is None and rows["labels"].verdict == ""
+    said = "Beyond noise: better is better than labels on t; worse is worse than labels on t."
+    assert headline(study, [summary]) == said
+    two = {"labels": 0.7, "better": 0.8, "more": 0.8}
+    assert "better, more are better than labels on t." in headline(*lined(two))
+    for planted, seeds, sentence in (
+        ({"a": 0.7, "b": 0.7}, 4, "Nothing exceeds noise with 4 seeds."),
+        ({"a": 0.7, "b": 0.7}, 2, "Nothing can be told with two seeds."),
+        ({"a": 0.7, "b": 0.8}, 1, "Nothing can be told with one seed."),
+    ):
+        assert headline(*lined(planted, seeds)) == sentence
     row = table({"labels": 0.7, "better": 0.8}, seeds=1)[2]["better"]
     assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
-
-
-@pytest.mark.parametrize(("planted", "seeds", "sentence"), [
-    ({"a": 0.7, "b": 0.8, "c": 0.6, "d": 0.8}, 4,
-     "Beyond noise: b, d are better than a on t; c is worse than a on t."),
-    ({"a": 0.7, "b": 0.7}, 4, "Nothing exceeds noise with 4 seeds."),
-    ({"a": 0.7, "b": 0.7}, 2, "Nothing can be told with two seeds."),
-    ({"a": 0.7, "b": 0.8}, 1, "Nothing can be told with one seed."),
-])  # fmt: skip
-def test_sentence_that_opens_a_report(planted, seeds, sentence):
-    study, summary, _ = table(planted, seeds)
-    assert headline(study, [summary]) == sentence
 
 
 def test_paired_difference_equals_scipys_ttest_rel():
@@ -112,10 +116,7 @@ def test_paired_difference_equals_scipys_ttest_rel():
     low, high = expected.confidence_interval(0.95)
     assert (found.p, found.low, found.high) == pytest.approx((expected.pvalue, low, high))
     assert paired_difference([0.0, 0.0]).p == 1.0 and paired_difference([0.1, 0.1]).p == 0.0
-
-
-def test_variance_is_at_least_that_of_rounding_to_one_row():
-    """Both seeds lose 20 of 872 rows, so their observed variance is 0."""
+    # Both seeds lose 20 of 872 rows, but a variance is at least that of rounding to one row.
     found = paired_difference([-20 / 872, -20 / 872], step=1 / 872)
     assert found.low < found.mean < found.high < 0 and 0.005 < found.p < 0.05
     assert paired_difference([0.1, 0.2, 0.3], step=1e-3) == paired_difference([0.1, 0.2, 0.3])
@@ -156,13 +157,6 @@ def test_metrics_of_confusion_matrices_match_scikit_learn(classes, present):
     assert of_confusion("mcc", np.array([[5.0, 0.0], [5.0, 0.0]])) == 0.0
 
 
-def test_f1_of_a_head_of_three_classes_is_a_mean_even_if_the_rows_have_two():
-    two = [[0, 1] * 50], [[0, 0] * 50]
-    low, high = bootstrap_interval("f1", [0, 1] * 50, *two, num_classes=3)
-    gain = 1 - f1_score([0, 1] * 50, [0] * 100, average="macro", zero_division=0.0)
-    assert low < gain < high and high - low < 0.15
-
-
 def test_bootstrap_interval_matches_resampling_row_by_row():
     one = [predictions(0.8, seed) for seed in range(3)]
     low, high = bootstrap_interval("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
@@ -174,15 +168,16 @@ def test_bootstrap_interval_matches_resampling_row_by_row():
     assert (low, high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.003)
     assert bootstrap_interval("accuracy", LABELS, one, one) == (0.0, 0.0)
     assert bootstrap_interval("mse", [0.5], [[0.5]], [[0.5]]) is None
-
-
-def test_seeds_may_draw_rows_of_their_own():
-    """Labels by seed: the interval is that of each seed's own rows."""
-    one, other = ([predictions(x, s) for s in range(2)] for x in (0.8, 0.7))
-    flipped = [LABELS, [1 - x for x in LABELS]]
-    students, baselines = ([a, [1 - x for x in b]] for a, b in (one, other))
-    expected = bootstrap_interval("accuracy", LABELS, one, other)
-    assert bootstrap_interval("accuracy", flipped, students, baselines) == expected
+    # Seeds may have labels of their own.
+    two = one[:2], [predictions(0.7, s) for s in range(2)]
+    flipped = ([a, [1 - x for x in b]] for a, b in ((LABELS, LABELS), *two))
+    expected = bootstrap_interval("accuracy", LABELS, *two)
+    assert bootstrap_interval("accuracy", *flipped) == expected
+    # F1 of a head of three classes is a mean even if the rows have two.
+    two = [[0, 1] * 50], [[0, 0] * 50]
+    low, high = bootstrap_interval("f1", [0, 1] * 50, *two, num_classes=3)
+    gain = 1 - f1_score([0, 1] * 50, [0] * 100, average="macro", zero_division=0.0)
+    assert low < gain < high and high - low < 0.15
 
 
 def test_gap_recovered_is_none_without_a_sufficient_gap():

@@ -3,16 +3,13 @@
 import csv
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
 from fastkd.study import docstrings, grid, grid_report, grid_runs
 from fastkd.study.grid import StudySettings
@@ -21,7 +18,6 @@ from fastkd.train import assembling, data
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError
-from fastkd.train.progress import Display
 from fastkd.train.saving import read_json
 from tests.study.conftest import FEW, SHARED, write
 from tests.support.tiny import run, source
@@ -68,7 +64,6 @@ def test_report_of_a_study(finished):
         assert result["rows"] == {"train": 12, "eval": 24, **unlabelled}
     page = (out / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
-    assert "commit" in page and "<li>difference: to the baseline, paired by seed</li>" in page
     parts = ["<h1>Tiny</h1>", "told with two seeds.", "<table>", "<img", "6 runs of",
              "<h2>one</h2>"]  # fmt: skip
     assert sorted(parts, key=page.index) == parts
@@ -76,19 +71,13 @@ def test_report_of_a_study(finished):
     rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
     assert list(rows) == ["labels", "fcd, alpha=0.1", "fcd, alpha=1.0"]
     assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
-    assert "| labels " in (out / "report.md").read_text()
     trained = read_json(next(out.glob("teachers/*/teacher/fastkd.json")))
     assert trained["history"][-1]["step"] == 2  # one epoch of all 40 labels
-    lines = output.splitlines()
-    for start, end in (
-        ("one: fine-tuning the teacher", "tiny"),
-        ("one: teacher  accuracy 0.", ""),
-        ("one: labels, seed 0  step 4/4", "left"),
-        ("1/6  one  labels  seed 0:  accuracy", "left"),
-        ("6/6  one  fcd, alpha=1.0  seed 1:  accuracy", " 0:00 left"),
-    ):
-        found = [line for line in lines if line.startswith(start)]
-        assert found and found[0].endswith(end), (start, lines)
+    for line in (
+        "one: fine-tuning the teacher.*tiny", r"one: teacher  accuracy 0\.\d+",
+        "one: labels, seed 0  step 4/4.*left", "6/6  one  fcd, alpha=1.0  seed 1:.* 0:00 left",
+    ):  # fmt: skip
+        assert re.search(f"(?m)^{line}$", output), line
 
 
 def test_a_cache_gives_the_same_scores(written, root, finished, monkeypatch):
@@ -163,11 +152,9 @@ def test_options_specify_the_same_study_as_a_file(written, root):
     assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
     Config.of(ready)
 
-
-def test_column_options_apply_to_all_data_sets_of_tasks(written, root):
+    # Columns are those of all data sets of --tasks.
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
-    tasks = {name: f"{root}/train.tsv,{root}/dev.tsv" for name in ("a", "b")}
-    for cell in grid.read(StudySettings(tasks=tasks, **columns)).cells:
+    for cell in grid.read(StudySettings(tasks=dict.fromkeys("ab", files), **columns)).cells:
         assert {name: cell.options[name] for name in columns} == columns
     with pytest.raises(InputError, match="--text-column: applies to --tasks NAME=FILES only"):
         read(written(), text_column="one")
@@ -264,22 +251,6 @@ def test_report_does_not_overwrite_files_that_fastkd_did_not_write(root, finishe
     grid_report.claim(finished / "out")
 
 
-def test_errors_of_workers(written, root, finished, monkeypatch, without_pictures):
-    """A dead process is one after the report; any other is one sentence."""
-    out, path = shutil.copytree(finished / "out", root / "out"), finished / "spec.toml"
-    next((out / "runs").glob("*.json")).unlink()
-    dead = SimpleNamespace(exitcode=-9, start=bool, is_alive=bool)
-    context = SimpleNamespace(Process=lambda **_: dead)
-    monkeypatch.setattr(grid_runs.multiprocessing, "get_context", lambda _: context)
-    result = CliRunner().invoke(app, ["study", str(path), "--out", str(out), "--jobs", "2"])
-    assert result.exit_code == 1 and "a process died; the same command" in result.stderr
-    assert "1 runs are not finished" in (out / "report.md").read_text()
-    found = read(written(FEW, SHARED.replace("finetune_teacher = 1", "")))
-    (root / "other" / "runs").mkdir(parents=True)
-    with pytest.raises(SystemExit, match=r"Error: labels on one: .*finetune_teacher"):
-        grid_runs._worker(found, root / "other", torch.get_num_threads(), Display)
-
-
 def test_few_labels_balances_classes_and_depends_on_the_seed(root):
     corpus = data.load(source(train=root / "train.tsv", evals=root / "dev.tsv"))
     corpora = [data.few_labels(corpus, 10, seed) for seed in (0, 0, 1)]
@@ -335,19 +306,26 @@ def test_study_of_rows_without_classes(tmp_path, without_pictures):
     assert "Classes without" not in page and "same prediction" not in page
 
 
-FILES = sorted((Path(__file__).resolve().parents[2] / "bench" / "studies").glob("*.toml"))
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_study_files_of_bench_are_valid(path, monkeypatch):
+def test_files_of_bench_and_of_the_pages_are_valid(tmp_path, monkeypatch):
+    """A plan in stages: tests/cli/test_stages.py."""
     for name in ("GLUE", "TEXTS", "CONLL", "DECODER", "GENERAL"):
         monkeypatch.setenv(name, "/data")
-    found = read(path)
-    assert len(found.seeds) >= 3 and len(found.variants) >= 2
-    runs = {(cell.variant, cell.task): cell.options for cell in found.cells}
-    assert runs.keys() == {*itertools.product(found.variants, found.tasks)}
-    for options in runs.values():
-        Config.of(**options)
-    if found.paper is not None:
-        assert set(found.paper["rows"]) <= {*found.variants}
-        assert all(len(v) == len(found.paper["columns"]) for v in found.paper["rows"].values())
+    pages = [*(ROOT / "docs/papers").glob("*.md"), ROOT / "docs/studies/README.md"]
+    blocks = re.findall(r"```toml\n(.*?)```", "".join(p.read_text() for p in pages), re.DOTALL)
+    assert len(blocks) == 3
+    for i, text in enumerate(blocks):
+        (tmp_path / f"{i}.toml").write_text(text)
+        assert read(tmp_path / f"{i}.toml").cells
+    for path in (ROOT / "bench/studies").glob("*.toml"):
+        found = read(path)
+        assert len(found.seeds) >= 3 and len(found.variants) >= 2
+        runs = {(cell.variant, cell.task): cell.options for cell in found.cells}
+        assert runs.keys() == {*itertools.product(found.variants, found.tasks)}
+        for options in runs.values():
+            Config.of(**options)
+        paper = found.paper or {"rows": {}}
+        assert paper["rows"].keys() <= {*found.variants}
+        assert all(len(v) == len(paper["columns"]) for v in paper["rows"].values())
