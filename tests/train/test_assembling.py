@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,22 +139,18 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(ready, tmp_path):
         assert {p.dtype for model in trained for p in model.parameters()} == {torch.float32}
 
 
-def test_useless_answers_and_odd_rows_are_printed(ready, tiny, tmp_path):
-    bent = make_teacher(tmp_path / "bent")
-    model = t.AutoModelForSequenceClassification.from_pretrained(bent)
-    torch.nn.init.zeros_(model.classifier.weight)
-    model.classifier.bias.data = torch.tensor([0.0, 5.0])
-    model.save_pretrained(bent)
-    run, models = ready(teacher=bent)
-    found = judge(run, models.teacher, who="teacher", teacher=True)
-    assert found.warning == "are all '1'"
+def test_useless_answers_and_odd_rows_are_printed(ready, tmp_path):
+    """Which answers are useless: tests/train/test_scores.py."""
+    run, models = ready()
+    torch.nn.init.zeros_(models.teacher.classifier.weight)
+    models.teacher.classifier.bias.data = torch.tensor([0.0, 5.0])
+    assert judge(run, models.teacher, who="teacher", teacher=True).warning == "are all '1'"
     said = "warning: the teacher's answers to the 40 evaluation rows are all '1'"
     assert said in run.display.lines
-    odd = tmp_path / "odd.tsv"
-    odd.write_text((tiny / "train.tsv").read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
+    odd = write_tsv(tmp_path / "odd.tsv", label=lambda y: ("neg", "pos")[y])
+    dev = shutil.copy(odd, tmp_path / "dev.tsv")
     odd.write_text(odd.read_text() + "good film\tpso\n")
-    dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
-    said = "\n".join(describe(load(source(train=odd, evals=dev))))
+    said = "\n".join(describe(load(source(train=odd, evals=Path(dev)))))
     assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in said
     assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in said
     assert "40 of the 40 evaluation rows are training rows too" in said

@@ -1,8 +1,9 @@
 """What a reader walks through: functions, files and depth of a small run, and of an LM's step."""
 
+import functools
 import sys
+import traceback
 from pathlib import Path
-from types import CodeType
 
 import pytest
 import torch
@@ -18,27 +19,23 @@ ROOT = Path(fastkd.__file__).resolve().parent
 MOST = {"run": (403, 45, 16), "step": (100, 18, 12)}
 
 
+@functools.cache
+def own(code) -> bool:
+    """Whether a named function is fastkd's."""
+    parents = Path(code.co_filename).resolve().parents
+    return code.co_name[0] != "<" and (ROOT in parents or ROOT.parent / "kernels" in parents)
+
+
 def walked(work) -> tuple[int, int, int]:
     """Named functions of fastkd that ``work()`` calls, their files, and the deepest call."""
-    own: dict[str, bool] = {}
-    functions, stack, deepest = set[CodeType](), list[CodeType](), 0
+    functions, deepest = set(), 0
 
     def count(frame, event, argument):
         nonlocal deepest
-        code = frame.f_code
-        if event not in ("call", "return") or code.co_name.startswith("<"):
-            return
-        if code.co_filename not in own:
-            parents = Path(code.co_filename).resolve().parents
-            own[code.co_filename] = ROOT in parents or ROOT.parent / "kernels" in parents
-        if not own[code.co_filename]:
-            return
-        if event == "call":
-            functions.add(code)
-            stack.append(code)
-            deepest = max(deepest, len(stack))
-        elif stack and stack[-1] is code:
-            stack.pop()
+        if event == "call" and own(frame.f_code):
+            functions.add(frame.f_code)
+            stack = (at.f_code for at, _ in traceback.walk_stack(frame))
+            deepest = max(deepest, sum(map(own, stack)))
 
     sys.setprofile(count)
     try:

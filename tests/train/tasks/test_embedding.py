@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -169,8 +170,8 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(options, folder, t
     ("modules.json", None, "its modules.json is damaged"),
     ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),
 ])  # fmt: skip
-def test_a_folder_that_does_more_is_refused(tmp_path, file, change, words):
-    path = make_embedder(tmp_path / "teacher")
+def test_a_folder_that_does_more_is_refused(folder, tmp_path, file, change, words):
+    path = shutil.copytree(folder / "embedder", tmp_path / "teacher")
     (path / file).write_text("{" if change is None else json.dumps(change))
     config = torch.nn.Module()
     config.name_or_path = str(path)

@@ -10,9 +10,8 @@ import transformers as t
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fastkd.train.data import Encoder, read_file
-from fastkd.train.loading import TwoTokenizerCollator
-from fastkd.train.tasks import Columns, named
+from fastkd.train.data import Encoder
+from fastkd.train.tasks import named
 from tests.support.runs import first_step, made, report_of
 from tests.support.tiny import run, sentences, usual, write_tsv
 from tests.train.tasks.through import (
@@ -246,18 +245,3 @@ def test_a_teacher_is_tuned_and_scored_on_its_own_tokens(classes, folder, tmp_pa
     assert vocabulary(tmp_path / "two/student") == vocabulary(folder / "bert")
     one, two = (load_file(tmp_path / name / "teacher/model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], x) for name, x in two.items())
-
-
-def test_a_batch_has_the_tokens_of_both(folder):
-    rows = read_file(folder / "train.tsv", Columns("sentence"), "--train")
-    task = named("classification")(("0", "1"))
-    rows = task.read_labels(rows).rows
-    names = ("roberta", "bert")
-    teachers, students = (t.AutoTokenizer.from_pretrained(folder / name) for name in names)
-    found = Encoder(students, 16, task, teachers)(rows)
-    batch = TwoTokenizerCollator(task, students, teachers)(found.__getitems__(range(4)))
-    expected = {"labels": torch.tensor(rows.labels[:4])}
-    for prefix, tokenizer in (("", students), ("teacher_", teachers)):
-        inputs = tokenizer(rows.texts[:4], padding=True, return_tensors="pt")
-        expected |= {f"{prefix}{name}": x for name, x in inputs.items()}
-    torch.testing.assert_close(batch, expected)
