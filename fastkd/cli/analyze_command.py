@@ -34,7 +34,7 @@ from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import check_same_tokens, fitting_length, load, tokenizer_of
+from fastkd.train.models import check_same_tokens, load, longest, tokenizer_of
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import (
@@ -63,7 +63,7 @@ def run(settings: AnalyzeSettings, display: RichDisplay) -> None:
             texts, *more = read(settings)
             models, tokenizer = load_models(settings, device)
             length = min(
-                fitting_length(settings.max_length, tokenizer, cast(Any, found), MODEL_NAMES[name])
+                longest(tokenizer, cast(Any, found), settings.max_length, MODEL_NAMES[name])
                 for name, found in models.items()
             )
         kept = slice(settings.rows)

@@ -72,17 +72,14 @@ class Rows:
         return _numbers(self.data, "label")
 
     def columns(self, *names: str) -> Iterator[tuple]:
-        """The values of these columns, row by row."""
+        """The values of these columns, row by row; without names of all but the row's number."""
+        names = names or tuple(name for name in self.data.column_names if name != "number")
         for batch in self.data.select_columns(list(names)).iter(BATCH):
             yield from zip(*(batch[name] for name in names), strict=True)
 
     def column(self, name: str) -> Iterator[Any]:
         """The values of one column."""
         return (value for (value,) in self.columns(name))
-
-    def contents(self) -> Iterator[str]:
-        """All values of each row but its number, as text."""
-        return map(repr, self.columns(*(n for n in self.data.column_names if n != "number")))
 
     @functools.cached_property
     def raw_labels(self) -> tuple[list[str], np.ndarray]:
@@ -179,7 +176,8 @@ def fingerprint_of(value: Any) -> str:
         with value.open("rb") as file:
             return fingerprint(iter(lambda: file.read(2**20), b""))
     if isinstance(value, Rows):
-        return fingerprint(repr(row).encode() for row in value.contents())
+        texts = map(repr, value.columns())
+        return fingerprint(repr(text).encode() for text in texts)
     if isinstance(value, type):  # its source files, those of its bases included
         value = [*dict.fromkeys(Path(inspect.getfile(x)) for x in value.__mro__ if x is not object)]
     if isinstance(value, list):

@@ -85,7 +85,7 @@ def assemble(
     one = None if isinstance(teacher, RowSource | ByRow | TeacherCache) else teacher
     alone = [] if one is None else [one]
     for live in teacher.live.values() if isinstance(teacher, ByRow) else alone:
-        fitting = models.fitting_length(data.max_length, reads, cast(Any, live), "teacher")
+        fitting = models.longest(reads, cast(Any, live), data.max_length, "teacher")
         if fitting < length:
             length = fitting
             display.say(f"--max-length {length}: the teacher reads no more tokens")
@@ -93,7 +93,7 @@ def assemble(
     set_seed(config.seed)
     # Weights stay in float32: 16 bits would round steps away. --precision sets the arithmetic.
     student = make_student(config, data, teacher, selected).float()
-    fitting = models.fitting_length(data.max_length, data.tokenizer, student, "student")
+    fitting = models.longest(data.tokenizer, student, data.max_length, "student")
     if fitting < length:
         length = fitting
         display.say(f"--max-length {length}: the student reads no more tokens")

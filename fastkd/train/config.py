@@ -3,7 +3,7 @@
 It needs neither torch nor transformers, so that the help and the errors of a command are quick.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from fastkd.train import files, recipes, tasks
 from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.files import Columns, check_columns, settle_columns
+from fastkd.train.files import Columns, settle_columns
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.options import (
     COMPLETIONS,
@@ -478,13 +478,6 @@ class Config(DataOptions):
         return self.trainer_args if isinstance(self.trainer_args, Mapping) else {}
 
 
-def refuse(wrong: Iterable[tuple[Any, str]]) -> None:
-    """Raise InputError with the first message whose condition holds."""
-    for condition, message in wrong:
-        if condition:
-            raise InputError(message)
-
-
 def check_data(config: Config) -> None:
     """Raise for options of the rows that exclude each other."""
     if config.test and len(files.names_of(config.test)) < len(config.test):
@@ -495,7 +488,7 @@ def check_data(config: Config) -> None:
     hub = set_flags(config, "data", "data_config", "train_split", "eval_split")
     local = set_flags(config, "train", "evals")
     remote = config.glue is not None or config.data is not None
-    refuse((
+    for wrong, message in (
         (not local and config.no_header, "--no-header is about files; give --train and --eval"),
         (not local and not remote and config.unlabelled is not None,
          "--eval is missing: name rows, or text alone, to evaluate on"),
@@ -507,7 +500,9 @@ def check_data(config: Config) -> None:
          "--task and --data exclude each other"),
         (config.data_config is not None and (config.data is None or config.data in GLUE_TASKS),
          "--data-config belongs to --data, a data set that is no GLUE task"),
-    ))  # fmt: skip
+    ):  # fmt: skip
+        if wrong:
+            raise InputError(message)
 
 
 def check_models(config: Config) -> None:
@@ -516,7 +511,7 @@ def check_models(config: Config) -> None:
     method = set_flags(config, "preset", "options") if config.method == AUTO else []
     kind = without_weights(config.teacher)
     served = kind == SERVED
-    refuse((
+    for wrong, message in (
         (config.recipe is not None and config.preset != "paper", "--recipe needs --preset paper"),
         (method, f"{''.join(method[:1])} needs --method NAME: --method {AUTO} takes another method "
          "for another kind of task"),
@@ -539,7 +534,9 @@ def check_models(config: Config) -> None:
         (config.export is not None and config.top_k is None, "--export needs --top-k"),
         (config.command != "distill" and kind == STORED,
          f"--teacher {config.teacher}: stored log-probabilities teach `fastkd distill` alone"),
-    ))  # fmt: skip
+    ):  # fmt: skip
+        if wrong:
+            raise InputError(message)
     if kind:
         _check_no_weights(config, served)
     for flag, adapters in (("--lora", config.lora), ("--teacher-lora", config.teacher_lora)):
@@ -594,7 +591,7 @@ def check_training(config: Config) -> None:
             raise InputError(f"--teachers and {flag} exclude each other")
         if config.student is None:
             raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
-    refuse((
+    for wrong, message in (
         (not cache and config.teacher is None and config.teachers is None,
          "--teacher is missing: a directory or a hub name"),
         (cache and config.on_policy, "--on-policy and --teacher-cache exclude each other: a "
@@ -619,7 +616,9 @@ def check_training(config: Config) -> None:
         (config.accumulate > config.batch_size,
          f"--accumulate {config.accumulate}: a step of {config.batch_size} rows has no more "
          "micro-batches than rows; give a larger --batch-size"),
-    ))  # fmt: skip
+    ):  # fmt: skip
+        if wrong:
+            raise InputError(message)
     if config.log_json is not None:
         log, arguments = config.log_json.resolve(), config.trainer_args  # behind links
         read = (config.train, config.evals, *(config.test or ()), config.unlabelled, arguments)
@@ -712,12 +711,10 @@ def check_inputs(settings: Any) -> None:
         # `fastkd predict` reads no label.
         labelled = name != "unlabelled" and "label_order" in values
         wanted = replace(columns, label=columns.label if labelled else None)
-        if run and wanted.header and kind in PLAIN and settings.glue is None:
-            # Text alone may be evaluated without labels.
-            label = wanted.label or ("label" if labelled and settings.train is not None else None)
-            settle_columns(replace(wanted, label=label), record, str(path))
-        else:
-            check_columns(wanted, record, str(path))
+        search = run and wanted.header and kind in PLAIN and settings.glue is None
+        if search and labelled and settings.train is not None:  # text alone may have no labels
+            wanted = replace(wanted, label=wanted.label or "label")
+        settle_columns(wanted, record, str(path), search)
     if values.get("teachers") is not None:
         teachers_of(values["teachers"])
     for name in NAMED:

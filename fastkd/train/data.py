@@ -371,9 +371,10 @@ def describe(corpus: Corpus) -> Iterator[str]:
             if rows is None:
                 continue
             # Hashes of the texts of all rows, which may exceed the memory.
-            texts = (x for each in sets for x in each.without_label().contents())
+            texts = (repr(x) for each in sets for x in each.without_label().columns())
             counts = Counter(map(hash, texts))
-            twice = sum(counts.pop(hash(x), 0) for x in rows.without_label().contents())
+            own = map(repr, rows.without_label().columns())
+            twice = sum(counts.pop(hash(x), 0) for x in own)
             if twice:
                 total = sum(map(len, sets))
                 yield f"warning: {twice} of the {total} {kind} rows are {name} rows too"

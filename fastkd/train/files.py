@@ -53,30 +53,27 @@ class Columns:
         return [name.strip() for name in self.label.split(",")]
 
 
-def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
-    """``columns`` with the text column found; raises if one of them is missing in ``record``."""
+def settle_columns(columns: Columns, record: dict, source: str, search: bool = True) -> Columns:
+    """``columns`` with the text column found, unless ``search`` is False.
+
+    Raises for a column that is missing in ``record``.
+    """
     text = columns.text
-    if text is None or text not in record:
+    if search and (text is None or text not in record):
         check_separators(record, source)
-    if text is None:
+    if search and text is None:
         found = [name for name in ("text", "sentence") if name in record]
         if len(found) != 1:
             raise InputError(
                 f"{source}: which column is the text? Pass --text-column; {nearest('', record)}"
             )
-        text = found[0]
-    columns = replace(columns, text=text)
-    check_columns(columns, record, source)
-    return columns
-
-
-def check_columns(columns: Columns, record: dict, source: str) -> None:
-    """Raise if a ``record`` lacks one of ``columns``."""
+        columns = replace(columns, text=found[0])
     labels = [("--label-column", name) for name in columns.labels_in(record)]
     texts = ("--text-column", columns.text), ("--text-pair-column", columns.pair)
     for option, name in (*texts, *labels):
         if name is not None and name not in record:
             raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
+    return columns
 
 
 def check_separators(record: Mapping[str, Any], source: str) -> None:

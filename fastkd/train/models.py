@@ -286,27 +286,25 @@ def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def longest(tokenizer: Any, model: PreTrainedModel) -> int:
-    """Maximum number of tokens that ``model`` reads."""
-    limit = min(tokenizer.model_max_length, sys.maxsize)  # 1e30 without a limit
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is None or positions <= 0:  # XLNet has -1: no limit
-        return limit
-    for name, table in model.named_modules():
-        # RoBERTa and related models count positions from padding_idx + 1.
-        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            positions -= table.padding_idx + 1
-            break
-    return min(limit, positions)
-
-
-def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> int:
-    """``max_length``, the default lowered to the limit of ``model``, called ``who`` in errors.
+def longest(
+    tokenizer: Any, model: PreTrainedModel, max_length: int | None = None, who: str = ""
+) -> int:
+    """Maximum number of tokens that ``model`` reads, at most ``max_length``.
 
     Raises:
-        InputError: a ``max_length`` other than the default exceeds the limit.
+        InputError: a ``max_length`` other than the default exceeds the limit of the model, which
+            is called ``who``.
     """
-    limit = longest(tokenizer, model)
+    limit = min(tokenizer.model_max_length, sys.maxsize)  # 1e30 without a limit
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and positions > 0:  # XLNet has -1: no limit
+        # RoBERTa and related models count positions from padding_idx + 1.
+        tables = (x for name, x in model.named_modules() if name.endswith("position_embeddings"))
+        padding = (getattr(table, "padding_idx", None) for table in tables)
+        first = next((index + 1 for index in padding if index is not None), 0)
+        limit = min(limit, positions - first)
+    if max_length is None:
+        return limit
     if max_length > limit and max_length != MAX_LENGTH:
         raise InputError(f"--max-length {max_length}: the {who} reads at most {limit}")
     return min(max_length, limit)
