@@ -27,7 +27,7 @@ PUBLIC = [
 
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py looks at the real thing")
-@pytest.mark.parametrize("loss", calls.FILES)
+@pytest.mark.parametrize("loss", calls.LOSSES)
 def test_calls_neither_synchronise_nor_mix_devices(loss):
     report = walked(loss)
     assert set(report["planted"]) == set(PLANTED), "a planted mistake was not found"
@@ -38,7 +38,7 @@ def test_calls_neither_synchronise_nor_mix_devices(loss):
 def listed():
     """Options of every listed call, for each function or Module."""
     options: dict[str, list[dict]] = {}
-    for loss in calls.FILES:
+    for loss in calls.LOSSES:
         for call in calls.of(loss):
             options.setdefault(call.of.__name__, []).append(call.options)
     return options

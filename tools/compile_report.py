@@ -163,8 +163,8 @@ def _sources_key() -> str:
     import triton
 
     summary = hashlib.sha256(f"{sys.version} {torch.__version__} {triton.__version__}".encode())
-    patterns = ("fastkd/**/*.py", "fastkd/*.so", "kernels/*.py", "tools/calls/*.py")
-    for pattern in (*patterns, "tools/dry_cuda.py", "tools/compile_report.py"):
+    own = (f"tools/{name}.py" for name in ("calls", "dry_cuda", "compile_report"))
+    for pattern in ("fastkd/**/*.py", "fastkd/*.so", "kernels/*.py", *own):
         for path in sorted(ROOT.glob(pattern)):
             summary.update(path.read_bytes())
     return summary.hexdigest()[:16]

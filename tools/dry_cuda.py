@@ -316,4 +316,4 @@ def report(loss: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({loss: walked(loss) for loss in sys.argv[1:] or calls.FILES}))
+    print(json.dumps({loss: walked(loss) for loss in sys.argv[1:] or calls.LOSSES}))

@@ -250,12 +250,13 @@ def equal(device: FakeGPU, subject: Subject, *given: dict[str, Any]) -> bool:
 
 def chosen_calls(every: int) -> Iterator[calls.Call]:
     """The Triton path of the losses' calls in tools/calls, every so many."""
-    for file in calls.FILES:
+    for file in calls.LOSSES:
         if file in ("cca", "linalg", "token_log_probs"):
             continue
         for number, call in enumerate(calls.of(file)):
-            made = (x if isinstance(x, list) else [x] for x in call.inputs.values())
-            shapes = [x.shape for xs in made for x in xs if isinstance(x, calls.Made)]
+            if any(isinstance(x, functools.partial) for x in call.inputs.values()):
+                continue
+            shapes = [made.shape for x in call.inputs.values() for made in calls.each_made(x)]
             shapes += [[x or 0] * 2 for name, x in call.options.items() if name.endswith("_dim")]
             small = sum(map(math.prod, shapes)) <= LARGEST
             names = call.of.__init__ if isinstance(call.of, type) else call.of

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from fastkd.kernels import cross_entropy as kernels
 from fastkd.kernels.soft_targets import LONG
 from tests.kernels.launches import count_launches
-from tools.calls.soft_targets import of_tokens
+from tools.calls import of_tokens
 
 INF = torch.inf
 

@@ -12,7 +12,7 @@ an oracle             the paper's equation in float64, sharing no   ``RANDOM``
 ``edges``             degenerate inputs, their value and gradient   test_edges
 ``bad``               wrong calls, each after its sentence          test_errors
 ``growing``           calls whose sizes change, for the compiler    test_compile
-``calls``             in tools/calls/<loss>.py, as tools walk them  test_dry_cuda
+``calls``             in tools/calls.py, as tools walk them         test_dry_cuda
 ====================  ============================================  =======================
 
 tests/test_registry.py names a row without a file, and what a file lacks.

@@ -12,10 +12,10 @@ import argparse
 import collections
 import contextlib
 import inspect
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -197,20 +197,15 @@ def started(every: Iterable[Call], capability: int) -> Iterator[tuple[Call, set[
 
 
 def _size(call: Call) -> int:
-    def elements(x: Any) -> int:
-        if isinstance(x, list):
-            return sum(map(elements, x))
-        return torch.Size(x.shape).numel() if isinstance(x, Made) else 0
-
-    options = call.options
-    pairs = [("rows", "V"), ("in_dim", "out_dim")]  # sizes that options alone give
-    more = sum(options[a] * options[b] for a, b in pairs if a in options and b in options)
-    return sum(map(elements, call.inputs.values())) + more
+    """Elements of the inputs, and of the parameters of a Module whose input has fewer."""
+    inputs = (x for given in call.inputs.values() for x in calls.each_made(given))
+    parameters = call.options.get("in_dim", 0) * call.options.get("out_dim", 0)
+    return sum(math.prod(x.shape) for x in inputs) + parameters
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ptx.forms", description=__doc__)
-    parser.add_argument("losses", nargs="*", default=calls.FILES, help="all by default")
+    parser.add_argument("losses", nargs="*", default=list(calls.LOSSES), help="all by default")
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90))
     parser.add_argument("--list", action="store_true", help="print each form that was executed")
     options = parser.parse_args()
