@@ -5,6 +5,7 @@ optimizer's update count. A decoder's reference step runs both bodies and no voc
 peak memory is what the models need without a loss.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from fastkd._core.extras import how_to_get
 
-from .case import REFERENCE, Bound, Case, Provider
+from .case import REFERENCE, Bound, Case, GraphBound, Provider, no_graphs
 
 LOSS = "step"
+GRAPH = ", CUDA graph"
 
 
 class StepBound(Bound):
@@ -71,8 +73,13 @@ def make(*, B, N, D, teacher_layers, student_layers, device, dtype) -> dict[str,
     }
 
 
-def method_step(name: str, stage: float, **options: Any) -> Callable[[dict], Bound]:
-    """Bind a step of a method with its paper's settings, at ``stage`` (0 to 1) of the training."""
+def method_step(
+    name: str, stage: float, captured: bool = False, **options: Any
+) -> Callable[[dict], Bound]:
+    """Bind a step of a method with its paper's settings, at ``stage`` (0 to 1) of the training.
+
+    ``captured``: forward, backward and update are one CUDA graph.
+    """
 
     def bind(inputs: dict[str, Any]) -> Bound:
         from fastkd.distill import Distiller, layer_map, methods, student_from_teacher
@@ -84,7 +91,10 @@ def method_step(name: str, stage: float, **options: Any) -> Callable[[dict], Bou
         method = kind(**{**kind.paper, **chosen})
         distiller = Distiller(teacher, student_from_teacher(teacher, layers), method)
         distiller.set_progress(stage)
-        return StepBound(distiller.train(), inputs["batch"], inputs["dtype"], update=True)
+        bound = StepBound(distiller.train(), inputs["batch"], inputs["dtype"], update=True)
+        for parameters in bound.optimizer.param_groups:
+            parameters["capturable"] = captured
+        return GraphBound(bound) if captured else bound
 
     return bind
 
@@ -137,7 +147,9 @@ def decoder_step(keep_logits: bool) -> Callable[[dict], Bound]:
     return bind
 
 
-def why_not(device: torch.device) -> str | None:
+def why_not(device: torch.device, name: str) -> str | None:
+    if name.endswith(GRAPH) and device.type != "cuda":
+        return no_graphs(device)
     if importlib.util.find_spec("transformers") is None:
         return f"transformers is not installed; {how_to_get('train')}"
     return None
@@ -161,7 +173,8 @@ def case(
         dtype=dtype,
         make=make,
         providers=tuple(
-            Provider(name, bind, why_not, own_objective=True) for name, bind in providers.items()
+            Provider(name, bind, functools.partial(why_not, name=name), own_objective=True)
+            for name, bind in providers.items()
         ),
         bytes_moved=0,
         operations=operations,
@@ -182,6 +195,10 @@ def training_step(set: str, dtype: torch.dtype, **sizes: int) -> Case:
         "LRCBERT, not perturbed": method_step("LRCBERT", 0.9, perturb=False),
         "MC3KD": method_step("MC3KD", 0.0),
         "LRKD": method_step("LRKD", 0.0),
+        **{
+            f"{x}{GRAPH}": method_step(x, 0.0, captured=True)
+            for x in ("SoftTargets", "FCD", "MC3KD")
+        },
     }
     operations = products * (sizes["teacher_layers"] + 3 * sizes["student_layers"])
     return case("training step", set, dtype, make, operations, providers, sizes)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,11 +92,9 @@ def ask(
         if child is not None:
             stop(child)
 
-    threads = [threading.Thread(target=work) for _ in range(max(workers, 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        for done in [pool.submit(work) for _ in range(max(workers, 1))]:
+            done.result()
 
 
 def started(command: list[str]) -> "subprocess.Popen[str]":

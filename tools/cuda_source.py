@@ -5,7 +5,6 @@ Problems are printed.
 """
 
 import hashlib
-import re
 import subprocess
 import sysconfig
 import tempfile
@@ -53,16 +52,14 @@ def _command(nvcc: str) -> list[str]:
 def state(nvcc: str) -> str:
     """Hash of the sources, the compiler's version and its command."""
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [*_sources("linalg/roots.cu"), *recipe.nvcc_command("nvcc", []), said]
+    sources = [path for folder in ("base", "linalg") for path in (ROOT / "csrc" / folder).iterdir()]
+    parts = [
+        *(path.read_text() for path in sorted(sources)),
+        *recipe.nvcc_command("nvcc", []),
+        said,
+    ]
     parts += [*recipe.GPU_ARCHITECTURES, torch.__version__.partition("+")[0]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _sources(name: str) -> list[str]:
-    """The text of a file of csrc/, and of the files there that it includes."""
-    text = (ROOT / "csrc" / name).read_text()
-    included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    return [text, *(part for other in included for part in _sources(other))]
 
 
 def main() -> None:

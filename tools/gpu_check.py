@@ -1,11 +1,11 @@
 """``make gpu-check``: what only a GPU can show, the most important first, within ``--minutes``.
 
-`GROUPS` lists it: correctness, rows of the tables, then the rest; ``--only correct,headline``
-selects some. An item runs in a process that has had no fault before (`tools.apart`), and its line
-is in ``--out`` (lines.jsonl) before anything else happens. ``--resume`` keeps the lines without a
-problem, and tries the others. What is missing here (an extension, compute-sanitizer) leaves out its
-own items. ``--dry`` runs the items on the CPU, at toy sizes. The exit status is 0 if every item has
-a line without a problem.
+Its groups are functions below: correctness, rows of the tables, then the rest; ``--only
+correct,headline`` selects some. An item runs in a process that has had no fault before
+(`tools.apart`), and its line is in ``--out`` (lines.jsonl) before anything else happens.
+``--resume`` keeps the lines without a problem, and tries the others. What is missing here (an
+extension, compute-sanitizer) leaves out its own items. ``--dry`` runs the items on the CPU, at toy
+sizes. The exit status is 0 if every item has a line without a problem.
 """
 
 import argparse
@@ -19,10 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -33,9 +32,9 @@ import setup as recipe
 from bench import kernel_times, suite
 from bench.case import Bound, Case, GraphBound, Provider
 from bench.group import DEVICE
-from bench.measure import Oracle, interleaved, limits, release, seconds_of
-from bench.test_step import StepBound, method_step
-from fastkd._core import extension, machine, plans
+from bench.measure import Oracle, interleaved, limits, relative_error, release
+from fastkd._core import extension, plans
+from fastkd._core.machine import describe as described_machine
 from tools import apart
 from tools.apart import Item
 
@@ -55,7 +54,6 @@ WITHOUT = "not compil and not graph and not inductor and not cpp"
 NEW = "contrastive", "knn", "soft_targets", "cca", "relation"
 STOPPING = 10.0  # seconds in which an interrupted command writes its results
 SIGHTS = 12  # calls after which a plan is recorded, proved and repeated
-METHODS = "FCD", "MC3KD", "SoftTargets"  # of whole steps
 CHILD = [sys.executable, "-m", "tools.gpu_check", "--serve"]
 
 
@@ -63,33 +61,44 @@ class LeftOut(Exception):
     """An item needs what this machine doesn't have: no problem."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """``items`` lists what `GROUPS` runs at most for ``seconds``, so many at a time."""
+class Group(NamedTuple):
+    """``items`` lists what runs at most for ``seconds``, so many at a time."""
 
-    items: Callable[[argparse.Namespace], list[Item]]
+    items: Callable[[argparse.Namespace], Iterable[Item]]
     seconds: float
-    workers: int = 1
+    workers: int = 1  # one where times are measured
+
+
+GROUPS: dict[str, Group] = {}  # in the order of their functions below
+
+
+def group(seconds: float, workers: int = 1) -> Callable:
+    """Decorator of a function that yields a group's items."""
+
+    def add(items: Callable) -> Callable:
+        GROUPS[items.__name__] = Group(items, seconds, workers)
+        return items
+
+    return add
+
+
+def item(name: str, run: Callable, *arguments: Any, seconds: float = 60.0) -> Item:
+    return Item(name, functools.partial(run, *arguments), seconds)
 
 
 # --- Correctness -------------------------------------------------------------------------------
 
 
-def correct(options: argparse.Namespace) -> list[Item]:
+@group(90, workers=8)
+def correct(options: argparse.Namespace) -> Iterator[Item]:
     """Plans, streams, threads, captures, each kernel once; new kernels under compute-sanitizer."""
-    gpu = "tests/test_gpu.py"
-    asked = {
-        "another stream": [gpu, "-k", "another_stream"],
-        "two threads": [gpu, "-k", "two_threads"],
-        "captures around a record": [gpu, "-k", "graphed_callables"],
-    }
-    items = [Item("memcheck of new kernels", memcheck, 80.0)]
-    items += [Item(name, functools.partial(pytest, *given)) for name, given in asked.items()]
-    items.append(Item("calls with plans", planned_calls))
+    yield Item("memcheck of new kernels", memcheck, 80.0)
+    for name in ("another_stream", "two_threads", "graphed_callables"):
+        yield item(name, pytest, "tests/test_gpu.py", "-k", name)
+    yield Item("calls with plans", planned_calls)
     for name, (case, provider) in pairs().items():
         if provider.name in ("fastkd triton", "fastkd"):
-            items.append(Item(f"correct {name}", functools.partial(right, case, provider)))
-    return items
+            yield item(f"correct {name}", right, case, provider)
 
 
 def right(case: Case, provider: Provider) -> str:
@@ -194,10 +203,12 @@ class Unplanned(Bound):
             return super().step()
 
 
-def headline(options: argparse.Namespace) -> list[Item]:
+@group(80)
+def headline(options: argparse.Namespace) -> Iterator[Item]:
     """Milliseconds of the README's cases, with plans and without."""
-    cases = [case for case in suite.cases(kernel_times.SETS) if case.headline]
-    return [Item(f"row {c.key}", functools.partial(timed, sized(c, options))) for c in cases]
+    for case in suite.cases(kernel_times.SETS):
+        if case.headline:
+            yield item(f"row {case.key}", timed, sized(case, options))
 
 
 def sized(case: Case, options: argparse.Namespace) -> Case:
@@ -214,10 +225,11 @@ def timed(case: Case) -> dict[str, float]:
     return {name: statistics.median(rounds) * 1e3 for name, rounds in samples.items()}
 
 
-def host(options: argparse.Namespace) -> list[Item]:
+@group(30)
+def host(options: argparse.Namespace) -> Iterator[Item]:
     """Microseconds of the host for a forward and a backward pass, with plans and without."""
-    names = "with plans", "as written"
-    return [Item(f"host {n}", functools.partial(host_times, n == names[0])) for n in names]
+    yield item("host with plans", host_times, True)
+    yield item("host as written", host_times, False)
 
 
 def host_times(planned: bool) -> dict[str, list[float]]:
@@ -225,60 +237,46 @@ def host_times(planned: bool) -> dict[str, list[float]]:
     from tools.host_time import calls as host_calls  # one thread from here on
 
     found = {}
-    with mock.patch.object(plans, "ENABLED", planned):
-        with torch.device(DEVICE):
-            cases = host_calls.cases()
-        for name, case in cases.items():
-            found[name] = host_calls.measured(case, lambda: 0, 100)[:2]
+    with mock.patch.object(plans, "ENABLED", planned), torch.device(DEVICE):
+        for key, bound in host_calls.cases():
+            found[key] = host_calls.measured(bound, lambda: 0, 100)[:2]
             torch.cuda.synchronize()
     return found
 
 
-def steps(options: argparse.Namespace) -> list[Item]:
-    """A whole training step of BERT-base and a student of six layers: milliseconds and memory."""
-    (case,) = (c for c in suite.cases(["step"]) if c.title == "training step")
-    case = sized(case, options)
-    items = []
-    for name in METHODS:
-        for captured in (False, True):
-            how = "captured" if captured else "eager"
-            run = functools.partial(whole_step, case, name, captured)
-            items.append(Item(f"step {name}, {how}", run))
-    return items
+@group(185)
+def steps(options: argparse.Namespace) -> Iterator[Item]:
+    """Whole training steps: the benchmark's set, which the last group then has."""
+    yield bench_item("step", "step", options)
 
 
-def whole_step(case: Case, name: str, captured: bool) -> dict[str, float]:
-    if captured:
-        needs_gpu()
-    inputs, on_gpu = made(case, case.providers[0]), DEVICE.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    bound = method_step(name, 0.0)(inputs)
-    assert isinstance(bound, StepBound)
-    for group in bound.optimizer.param_groups:
-        group["capturable"] = captured
-    if captured:
-        bound = GraphBound(bound)
-    times = [seconds_of(bound, DEVICE) for _ in range(SIGHTS + 20 if on_gpu else 2)]
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    return {"ms": statistics.median(times[-20:]) * 1e3, "peak_bytes": peak}
-
-
-def rows(options: argparse.Namespace, data: bool) -> list[Item]:
+def rows(options: argparse.Namespace, data: bool) -> Iterator[Item]:
     """Durations of all kernels of a step; ``data``: of cases with a language model's numbers."""
-    commit = options.commit
-    cases = sorted(suite.cases(kernel_times.SETS), key=lambda case: not case.headline)
-    items = [] if data else [Item("limits", functools.partial(described, commit))]
-    for case in cases:
+    for case in sorted(suite.cases(kernel_times.SETS), key=lambda case: not case.headline):
         if bool(case.data) == data:
-            run = functools.partial(kernel_row, sized(case, options))
-            items.append(Item(f"kernels {case.key}", run, 30.0))
-    return items
+            yield item(f"kernels {case.key}", kernel_row, sized(case, options), seconds=30.0)
+
+
+@group(60)
+def data(options: argparse.Namespace) -> Iterator[Item]:
+    yield from rows(options, data=True)
+
+
+@group(300)
+def build(options: argparse.Namespace) -> Iterator[Item]:
+    """The extension's CUDA part, where it is missing and can be built; its items need it."""
+    yield Item("build", build_extension, 300.0)
+
+
+@group(120)
+def kernels(options: argparse.Namespace) -> Iterator[Item]:
+    yield item("limits", described, options.commit)
+    yield from rows(options, data=False)
 
 
 def described(commit: str | None) -> dict[str, Any]:
     dtypes = torch.bfloat16, torch.float32
-    return machine.describe(DEVICE, commit) | {"limits": limits(DEVICE, dtypes)}
+    return described_machine(DEVICE, commit) | {"limits": limits(DEVICE, dtypes)}
 
 
 def kernel_row(case: Case) -> dict[str, Any]:
@@ -286,11 +284,6 @@ def kernel_row(case: Case) -> dict[str, Any]:
         timed(case)
         raise LeftOut("durations are a GPU's")
     return kernel_times.row(case)
-
-
-def build(options: argparse.Namespace) -> list[Item]:
-    """The extension's CUDA part, where it is missing and can be built; its items need it."""
-    return [Item("build", build_extension, 300.0)]
 
 
 def build_extension() -> None:
@@ -304,36 +297,43 @@ def build_extension() -> None:
 # --- The rest ----------------------------------------------------------------------------------
 
 
-def graphs(options: argparse.Namespace) -> list[Item]:
+@group(90, workers=4)
+def graphs(options: argparse.Namespace) -> Iterator[Item]:
     """Every case captured in a CUDA graph."""
-    return [
-        Item(f"graph {name}", functools.partial(graph, case, provider))
-        for name, (case, provider) in pairs().items()
-        if not waits(case)
-    ]
+    for name, (case, provider) in pairs().items():
+        if not waits(case):
+            yield item(f"graph {name}", graph, case, provider)
 
 
 def graph(case: Case, provider: Provider) -> None:
+    """The replayed graph's values and gradients are those of the step as written."""
     needs_gpu()
-    made(case, provider)
-    problem = graph_problem(case, provider, DEVICE)
-    if problem:
-        raise AssertionError(problem)
+    bound = provider.bind(made(case, provider))
+    bound.step()
+    captured = GraphBound(bound)
+    for what in ("", " for other inputs, which it has to read anew"):
+        loss, grads = bound.step()
+        replayed, others = captured.step()
+        torch.cuda.synchronize()
+        if not same_bits((loss, *grads), (replayed, *others)):
+            raise AssertionError(f"the graph gives other numbers{what}")
+        with torch.no_grad():
+            for leaf in bound.leaves:
+                leaf.mul_(0.5)
 
 
-def tests(options: argparse.Namespace) -> list[Item]:
+@group(240, workers=8)
+def tests(options: argparse.Namespace) -> Iterator[Item]:
     """The parity tests on CUDA, a file at a time, and the tests marked gpu."""
     out = Path(options.out).resolve()
-    items = []
     for path in PARITY:
         given = [path, "-k", WITHOUT, f"--junitxml={out / Path(path).stem}.xml"]
-        run = functools.partial(pytest, *given, seconds=200.0)
-        items.append(Item(path, run, 215.0))
-    return items
+        yield Item(path, functools.partial(pytest, *given, seconds=200.0), 215.0)
 
 
-def bits(options: argparse.Namespace) -> list[Item]:
-    return [Item("bits", equal_bits, 120.0)]
+@group(120)
+def bits(options: argparse.Namespace) -> Iterator[Item]:
+    yield Item("bits", equal_bits, 120.0)
 
 
 def equal_bits() -> str:
@@ -350,33 +350,62 @@ def equal_bits() -> str:
     return f"{len(one)} digests equal"
 
 
-def compare_machine(options: argparse.Namespace) -> list[Item]:
+@group(90, workers=8)
+def machine(options: argparse.Namespace) -> Iterator[Item]:
     """The GPU's results, and the same compiled code executed by `tools.executed`."""
-    return [
-        Item(f"machine {name}", functools.partial(machine_item, case, provider))
-        for name, (case, provider) in pairs().items()
-        if provider.name == "fastkd triton" and not provider.own_leaves
-        if case.sizes == suite.toy(case).sizes
-    ]
+    for name, (case, provider) in pairs(toys=True).items():
+        if provider.name == "fastkd triton" and not provider.own_leaves:
+            yield item(f"machine {name}", machine_item, case, provider)
+
+
+# Largest error of the GPU's results relative to the executed code's: `.approx` instructions and the
+# order of sums in tensor cores differ in their last bits.
+DIFFERENCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def machine_item(case: Case, provider: Provider) -> str:
     needs_gpu()
-    made(case, provider)
-    problem, equal = against_machine(case, provider, DEVICE)
-    if problem:
-        raise AssertionError(problem)
-    return "equal bits" if equal else "other last bits"
+    major, _ = torch.cuda.get_device_capability(DEVICE)
+    return against_machine(case, provider, 90 if major >= 9 else 80)  # tcgen05 is not executed
 
 
-def bench(options: argparse.Namespace) -> list[Item]:
+def against_machine(case: Case, provider: Provider, capability: int) -> str:
+    """Whether the device's results have the executed code's bits; raises where they are wrong."""
+    from tools.executed import executing
+
+    inputs = made(case, provider)
+    found = step(provider, inputs)
+    with executing(capability):
+        expected = step(provider, tree_map_only(Tensor, copied, inputs))
+    errors = [relative_error([x], [y]) for x, y in zip(found, expected, strict=True)]
+    if not max(errors) <= DIFFERENCE[case.dtype]:
+        names = "the loss", *(f"gradient {i}" for i in range(1, len(errors)))
+        worst = errors.index(max(errors))
+        raise AssertionError(f"{names[worst]}: {errors[worst]:.2g} off the executed code's")
+    return "equal bits" if all(map(torch.equal, found, expected)) else "other last bits"
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.detach().cpu().requires_grad_(x.requires_grad)
+
+
+def step(provider: Provider, inputs: dict[str, Any]) -> list[Tensor]:
+    """Value and gradients of one step, on the CPU."""
+    torch.manual_seed(0)
+    loss, grads = provider.bind(inputs).step()
+    return [x.detach().cpu() for x in (loss, *grads)]
+
+
+@group(900)
+def bench(options: argparse.Namespace) -> Iterator[Item]:
     """The benchmark's sets for GPUs by priority, a loss of a set at a time."""
-    found = {(case.set, case.loss): None for case in suite.cases(suite.CUDA_SETS)}
-    items = []
-    for set, loss in sorted(found, key=lambda pair: suite.CUDA_SETS.index(pair[0])):
-        run = functools.partial(bench_file, set, loss, options)
-        items.append(Item(f"bench {set} {loss}", run, 180.0 + STOPPING))
-    return items
+    for set in suite.CUDA_SETS:
+        for loss in dict.fromkeys(case.loss for case in suite.cases([set])):
+            yield bench_item(set, loss, options)
+
+
+def bench_item(set: str, loss: str, options: argparse.Namespace) -> Item:
+    return item(f"bench {set} {loss}", bench_file, set, loss, options, seconds=180.0 + STOPPING)
 
 
 def bench_file(set: str, loss: str, options: argparse.Namespace) -> None:
@@ -386,23 +415,6 @@ def bench_file(set: str, loss: str, options: argparse.Namespace) -> None:
     environment = {"FASTKD_COMMIT": options.commit} if options.commit else {}
     one = (sys.executable, *given, f"--benchmark-json={out}")
     command(*one, seconds=165.0, environment=environment)
-
-
-# Name → items, most seconds, and how many at a time: one where times are measured.
-GROUPS = {
-    "correct": Group(correct, 90, 8),
-    "headline": Group(headline, 80),
-    "host": Group(host, 30),
-    "steps": Group(steps, 90),
-    "data": Group(functools.partial(rows, data=True), 60),
-    "build": Group(build, 300),
-    "kernels": Group(functools.partial(rows, data=False), 120),
-    "graphs": Group(graphs, 90, 4),
-    "tests": Group(tests, 240, 8),
-    "bits": Group(bits, 120),
-    "machine": Group(compare_machine, 90, 8),
-    "bench": Group(bench, 900),
-}
 
 
 def run_groups(
@@ -427,7 +439,7 @@ def run_groups(
 
         for name in names:
             group = GROUPS[name]
-            items = group.items(options)
+            items = list(group.items(options))
             left = [item for item in items if known.get(item.name, {"problem": "?"})["problem"]]
             seconds = min(group.seconds, max(end - clock(), 0.0))
             print(f"== {name}: {len(left)} items, at most {seconds:.0f} s", flush=True)
@@ -457,11 +469,6 @@ def read_lines(path: Path) -> dict[str, apart.Line]:
     return {line["name"]: line for line in lines}
 
 
-def chosen(names: str) -> list[str]:
-    """Names of a comma-separated list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
 def serve(options: argparse.Namespace) -> None:
     """A child process: runs the named items."""
 
@@ -479,15 +486,16 @@ def serve(options: argparse.Namespace) -> None:
     apart.serve(own, functools.partial(release, DEVICE))
 
 
-def pairs() -> dict[str, tuple[Case, Provider]]:
-    """Cases with fastkd's backends: each loss, title and dtype at toy sizes, and BERT's sizes."""
+def pairs(toys: bool = DEVICE.type != "cuda") -> dict[str, tuple[Case, Provider]]:
+    """Cases with fastkd's backends: each loss, title and dtype at toy sizes; BERT's on a GPU."""
     cases = [suite.toy(case) for case in suite.every_case()]
-    if DEVICE.type == "cuda":
+    if not toys:
         cases += suite.cases(["bert"])
     return {
         f"{case.set} {case.key} {provider.name}": (case, provider)
         for case in {case.key: case for case in cases if case.loss != "step"}.values()
-        for provider in chosen_providers(case)
+        for provider in case.providers
+        if provider.name.startswith("fastkd") and "graph" not in provider.name
     }
 
 
@@ -498,102 +506,15 @@ def waits(case: Case) -> bool:
     return case.loss == "linalg" and (n > 256 or n * n > 5500 * sizes["batch"])
 
 
-def graph_problem(case: Case, provider: Provider, device: torch.device) -> str:
-    """Problem of the replayed graph's values and gradients; "" if they are right."""
-    if provider.why_not(device) is not None:
-        return ""
-    bound = provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
-    bound.step()
-    captured = GraphBound(bound)
-    for what in ("", " for other inputs, which it has to read anew"):
-        loss, grads = bound.step()
-        replayed_loss, replayed = captured.step()
-        torch.cuda.synchronize()
-        same = torch.equal(loss, replayed_loss)
-        if not same or not all(map(torch.equal, grads, replayed)):
-            return f"the graph gives other numbers{what}"
-        with torch.no_grad():
-            for leaf in bound.leaves:
-                leaf.mul_(0.5)
-    return ""
-
-
-def chosen_providers(case: Case) -> Iterator[Provider]:
-    """fastkd's own backends, without graphs."""
-    for provider in case.providers:
-        if provider.name.startswith("fastkd") and "graph" not in provider.name:
-            yield provider
-
-
-def digests(size: str, device: torch.device) -> Iterator[str]:
+def digests(size: str) -> Iterator[str]:
     """A line for each case and backend: SHA-256 of the value and gradients of one step."""
-    cases = [suite.toy(case) for case in suite.every_case() if case.loss != "step"]
-    if size == "new":
-        cases = [case for case in cases if case.loss in NEW]
-    if size == "full":
-        cases += [case for case in suite.cases(["bert"]) if case.loss != "step"]
-    for case in {(c.key, c.set): c for c in cases}.values():
-        for provider in chosen_providers(case):
-            others = size == "new" and provider.name not in ("fastkd triton", "fastkd")
-            if not others and provider.why_not(device) is None:
-                inputs = case.make(device=device, dtype=case.dtype, **case.sizes)
-                loss, grads = provider.bind(inputs).step()
-                summary = hashlib.sha256()
-                for x in (loss, *grads):
-                    summary.update(
-                        x.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
-                    )
-                yield f"{case.key} {provider.name} {summary.hexdigest()[:16]}"
-
-
-# Largest difference of the GPU's results from the executed code's, relative to the largest value:
-# `.approx` instructions and the order of sums in tensor cores differ in their last bits.
-DIFFERENCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def step(case: Case, provider: Provider, inputs: dict[str, Any]) -> list[Tensor]:
-    """Value and gradients of one step, on the CPU."""
-    torch.manual_seed(0)
-    loss, grads = provider.bind(inputs).step()
-    return [x.detach().cpu() for x in (loss, *grads)]
-
-
-def against_machine(case: Case, provider: Provider, device: torch.device) -> tuple[str, bool]:
-    """Problem of the device's results or "", and whether they have the executed code's bits."""
-    from tools.executed import executing
-    from tools.ptx.memory import Hazard
-
-    major, _ = torch.cuda.get_device_capability(device)
-    inputs = case.make(device=torch.device("cpu"), dtype=case.dtype, **case.sizes)
-    on_device = tree_map_only(Tensor, lambda x: copied(x, device), inputs)
-    found = step(case, provider, on_device)
-    try:
-        with executing(90 if major >= 9 else 80):  # tcgen05 is not executed
-            expected = step(case, provider, inputs)
-    except Hazard as hazard:
-        return f"executed here: {hazard}", False
-    problem = difference(found, expected, DIFFERENCE[case.dtype])
-    return problem, all(map(torch.equal, found, expected))
-
-
-def copied(x: Tensor, device: torch.device) -> Tensor:
-    return x.detach().to(device).requires_grad_(x.requires_grad)
-
-
-def difference(found: list[Tensor], right: list[Tensor], most: float) -> str:
-    """Why two lists of tensors don't agree; "" if they do."""
-    for number, (x, y) in enumerate(zip(found, right, strict=True)):
-        what = f"gradient {number}" if number else "the loss"
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            return f"{what}: {x.dtype} {tuple(x.shape)}, executed {y.dtype} {tuple(y.shape)}"
-        x, y = x.double(), y.double()
-        if not torch.equal(x.isnan(), y.isnan()):
-            return f"{what}: NaN at other places"
-        largest = y.abs().nan_to_num().amax() if y.numel() else torch.tensor(0.0)
-        worst = (x - y).abs().nan_to_num().amax() if y.numel() else torch.tensor(0.0)
-        if worst > most * largest:
-            return f"{what}: differs by {float(worst / largest):.2g} of the largest value"
-    return ""
+    for name, (case, provider) in pairs(toys=size != "full").items():
+        new = case.loss in NEW and provider.name in ("fastkd triton", "fastkd")
+        if provider.why_not(DEVICE) is None and (new or size != "new"):
+            loss, grads = provider.bind(made(case, provider)).step()
+            parts = (x.reshape(-1).contiguous().view(torch.uint8).cpu() for x in (loss, *grads))
+            found = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts))
+            yield f"{name} {found.hexdigest()[:16]}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -612,13 +533,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"make gpu-check needs a CUDA device; torch {torch.__version__} sees none")
         return 2
     if options.digest:
-        for line in digests(options.digest, DEVICE):
-            print(line, flush=True)
+        print(*digests(options.digest), sep="\n")
         return 0
     if options.serve:
         serve(options)
         return 0
-    only = chosen(options.only) or list(GROUPS)
+    only = options.only.replace(" ", "").split(",") if options.only else list(GROUPS)
     if unknown := [name for name in only if name not in GROUPS]:
         parser.error(f"no group {', '.join(unknown)}; there are {', '.join(GROUPS)}")
     Path(options.out).mkdir(parents=True, exist_ok=True)

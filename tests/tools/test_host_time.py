@@ -16,7 +16,10 @@ OF_TRITON_3_8 = ("cuCtxGetDevice", "cuModuleUnload", "cuPointerGetAttributes")
 @pytest.mark.thorough  # compiles the stub
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 def test_measures_calls_and_counts_launches(monkeypatch, capsys):
-    names = ["hidden mse B32 mask", "forward KL 32x2"]
+    names = [
+        "hidden_states/mse/B32 N128 D768/bfloat16",
+        "soft_targets/forward KL/rows32 V2/bfloat16",
+    ]
     measured = host_time.measure(host_time.ROOT, 5, names)
     monkeypatch.setattr(host_time, "measure", lambda *_: measured)
 
@@ -34,4 +37,4 @@ def test_measures_calls_and_counts_launches(monkeypatch, capsys):
     assert all(hasattr(stub, name) for name in OF_TRITON_3_8)
     table = run(*names).splitlines()
     assert table[0].split() == ["call", "forward", "backward", "launches"]
-    assert {line[:28].strip() for line in table[1:]} == set(names)
+    assert {line[: host_time.WIDTH].strip() for line in table[1:]} == set(names)

@@ -9,12 +9,10 @@ passes that bank conflicts add, barriers of 1,024 elements, registers, and instr
 
 import argparse
 import collections
-import dataclasses
-import subprocess
+import functools
+import operator
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -59,7 +57,10 @@ def costs(launches: Launches, elements: int) -> list[Cost]:
     parts = collections.defaultdict(list)
     for name, counts in launches:
         parts[name].append(counts)
-    return [Cost(name, elements, launches.forms[name], total(x)) for name, x in parts.items()]
+    return [
+        Cost(name, elements, launches.forms[name], functools.reduce(operator.add, x))
+        for name, x in parts.items()
+    ]
 
 
 def of_case(case: Case, capability: int) -> list[Cost]:
@@ -73,41 +74,21 @@ def of_case(case: Case, capability: int) -> list[Cost]:
     return costs(launches, bound.leaves[0].numel())
 
 
-def total(parts: list[Counts]) -> Counts:
-    sums: collections.Counter[str] = collections.Counter()
-    classes: collections.Counter[str] = collections.Counter()
-    for counts in parts:
-        values = dataclasses.asdict(counts)
-        classes.update(values.pop("by_class"))
-        sums.update(values)
-    return Counts(by_class=dict(classes), **sums)
-
-
-def registers(ptx: str, capability: int) -> int:
-    """Registers of a thread, as ptxas assigns them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        subprocess.run([tool, f"-arch={arch}", source, "-o", binary], check=True)
-        return resources(binary.read_bytes())["registers"]
-
-
-def line(cost: Cost, capability: int) -> str:
+def line(cost: Cost) -> str:
     c, each = cost.counts, 1 / cost.elements
-    passes = c.by_class.get("shared", 0) + c.shared_conflicts
-    classes = sorted(c.by_class.items(), key=lambda item: -item[1])
-    return (
-        f"{cost.kernel}: instructions {32 * c.instructions * each:.1f}, bytes requested "
-        f"{32 * (c.global_sectors_read + c.global_sectors_written) * each:.2f}, distinct "
-        f"{(c.global_bytes_read + c.global_bytes_written) * each:.2f}, operations "
-        f"{c.mma_flops * each:.0f}, lost passes {c.shared_conflicts / max(passes, 1):.0%}, "
-        f"barriers {1024 * c.barriers * each:.2f}, registers {registers(cost.form.ptx, capability)}"
-        f"; {', '.join(f'{name} {32 * n * each:.2f}' for name, n in classes)}"
-    )
+    passes = c.by_class["shared"] + c.shared_conflicts
+    measured = {
+        "instructions": f"{32 * c.instructions * each:.1f}",
+        "bytes requested": f"{32 * (c.global_sectors_read + c.global_sectors_written) * each:.2f}",
+        "distinct": f"{(c.global_bytes_read + c.global_bytes_written) * each:.2f}",
+        "operations": f"{c.mma_flops * each:.0f}",
+        "lost passes": f"{c.shared_conflicts / max(passes, 1):.0%}",
+        "barriers": f"{1024 * c.barriers * each:.2f}",
+        "registers": resources(cost.form.cubin)["registers"],
+    }
+    classes = [f"{name} {32 * n * each:.2f}" for name, n in c.by_class.most_common()]
+    numbers = ", ".join(f"{name} {number}" for name, number in measured.items())
+    return f"{cost.kernel}: {numbers}; {', '.join(classes)}"
 
 
 def chosen(losses: list[str]) -> Iterator[Case]:
@@ -127,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no counts of {', '.join(unknown)}; choose from {', '.join(known)}")
     torch.manual_seed(0)
     for case in chosen(options.losses):
-        print(case.key, *(line(x, options.capability) for x in of_case(case, options.capability)),
+        print(case.key, *map(line, of_case(case, options.capability)),
               sep="\n  ", flush=True)  # fmt: skip
     return 0
 

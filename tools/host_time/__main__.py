@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "host_time"
+WIDTH = 76  # of a call's name in the table
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -58,7 +59,7 @@ def median(rounds: list[dict[str, list[float]]]) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.host_time", description=__doc__)
-    parser.add_argument("names", nargs="*", help="calls to measure, by default all")
+    parser.add_argument("names", nargs="*", help="keys of cases in bench/, by default all")
     parser.add_argument("--repeat", type=int, default=200, help="repetitions of each call")
     parser.add_argument("--rounds", type=int, default=1, help="processes, of which medians count")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn")
@@ -72,9 +73,11 @@ def main() -> None:
     if given.json:
         print(json.dumps(own))
         return
-    print(f"{'call':28} {'forward':>8} {'backward':>8} {'launches':>8}" + "   ratio" * len(other))
+    print(
+        f"{'call':{WIDTH}} {'forward':>8} {'backward':>8} {'launches':>8}" + "   ratio" * len(other)
+    )
     for name, (forward, backward, launches) in own.items():
-        line = f"{name:28} {forward:8.1f} {backward:8.1f} {launches:8.1f}"
+        line = f"{name:{WIDTH}} {forward:8.1f} {backward:8.1f} {launches:8.1f}"
         for found in other:
             line += f" {(forward + backward) / sum(found[name][:2]):7.2f}"
         print(line)

@@ -7,12 +7,11 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,61 +63,21 @@ def use_stub() -> None:
             module.values_readable = lambda x: False  # type: ignore[attr-defined]
 
 
-Case = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
+def cases(names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Key and bound Triton path of the benchmark's BERT cases that start kernels only."""
+    from bench import suite
+
+    for case in suite.cases(["bert"]):
+        multiplies = case.loss in ("cca", "linalg") or case.title in ("Cayley", "dual projection")
+        if not multiplies and (not names or case.key in names):
+            provider = next(p for p in case.providers if p.name == "fastkd triton")
+            inputs = case.make(device=torch.get_default_device(), dtype=case.dtype, **case.sizes)
+            yield case.key, provider.bind(inputs)
 
 
-def features(
-    *shape: int, learns: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    return torch.randn(*shape).to(dtype).requires_grad_(learns)
-
-
-def cases() -> dict[str, Case]:
-    """By name: what learns, and a call on the Triton path."""
-    import fastkd
-
-    on = {"backend": "triton"}
-    mask = torch.arange(128) < torch.randint(64, 129, (32, 1))
-    s, t = features(32, 128, 768, learns=True), features(32, 128, 768)
-    s16, t16 = features(16, 128, 768, learns=True), features(16, 128, 768)
-    S6 = [features(32, 128, 768, learns=True) for _ in range(6)]
-    T6 = [features(32, 128, 768) for _ in range(6)]
-    fcd = fastkd.FCDLoss(backend="triton")
-    a = features(32, 12, 128, 128, learns=True, dtype=torch.float32)
-    b = features(32, 12, 128, 128, dtype=torch.float32)
-    x, y = features(4096, 768, learns=True), features(4096, 768, learns=True)
-    k1, k2, labels = features(32, 768, learns=True), features(32, 768), torch.randint(2, (32,))
-    bank, of_bank = features(4096, 768), torch.randint(2, (4096,))
-    z1, z2 = features(32, 2, learns=True), features(32, 2)
-    z3, z4 = features(64, 30522, learns=True), features(64, 30522)
-    knn, calls = fastkd.knn_feature_loss, itertools.count()
-
-    def annealed() -> torch.Tensor:
-        loss: torch.Tensor = fastkd.soft_target_loss(
-            z1, z2, temperature=2 - next(calls) / 1e6, **on
-        )
-        return loss
-
-    return {
-        "cos_nce tokens B32": ([s], lambda: fastkd.cos_nce_loss(s, t, **on)),
-        "cos_nce tokens B32 mask": ([s], lambda: fastkd.cos_nce_loss(s, t, mask=mask, **on)),
-        "cos_nce tokens B16": ([s16], lambda: fastkd.cos_nce_loss(s16, t16, **on)),
-        "FCD 6 layers": (S6, lambda: fcd(S6, T6)),
-        "FCD 6 layers mask": (S6, lambda: fcd(S6, T6, mask)),
-        "attention B32 H12 N128 mask": ([a], lambda: fastkd.attention_loss(a, b, mask, **on)),
-        "LayerNorm-MSE 4096x768": ([x, y], lambda: fastkd.layer_norm_mse(x, y, **on)),
-        "knn batch k=1": ([k1], lambda: knn(k1, k2, labels, **on)),
-        "knn bank M4096": ([k1], lambda: knn(k1, bank, labels, of_bank, **on)),
-        "forward KL 32x2": ([z1], lambda: fastkd.soft_target_loss(z1, z2, **on)),
-        "forward KL 32x2, annealed": ([z1], annealed),
-        "forward KL 64x30522": ([z3], lambda: fastkd.soft_target_loss(z3, z4, **on)),
-        "hidden mse B32 mask": ([s], lambda: fastkd.hidden_state_loss(s, t, mask, **on)),
-    }
-
-
-def measured(case: Case, launched: Callable[[], int], repeat: int) -> list[float]:
+def measured(bound: Any, launched: Callable[[], int], repeat: int) -> list[float]:
     """Median µs of the forward pass and of the backward pass, and launches of both."""
-    leaves, call = case
+    leaves, call = bound.leaves, bound.forward
     for _ in range(40):  # a plan is recorded, proved and repeated
         torch.autograd.grad(call(), leaves)
     forward, backward = [], []
@@ -140,8 +99,7 @@ def main(repeat: int, *names: str) -> dict[str, Any]:
     use_stub()
     library = ctypes.CDLL("libcuda.so.1")
     library.stub_launches.restype = ctypes.c_long
-    chosen = {name: case for name, case in cases().items() if not names or name in names}
-    return {name: measured(case, library.stub_launches, repeat) for name, case in chosen.items()}
+    return {key: measured(bound, library.stub_launches, repeat) for key, bound in cases(names)}
 
 
 if __name__ == "__main__":

@@ -2,12 +2,9 @@
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +18,6 @@ from .launches import Written, execute, extent, flat
 from .machine import program
 from .memory import bytes_of
 
-CACHE = Path(__file__).resolve().parents[2] / "build" / "ptx"
 OnCompile = Callable[..., None]
 ALLOCATING = (
     (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
@@ -30,12 +26,13 @@ ALLOCATING = (
 
 
 class Compiled(NamedTuple):
-    """A form of a kernel as PTX."""
+    """A form of a kernel."""
 
     name: str
     ptx: str
     shared: int  # bytes of a CTA
     warps: int
+    cubin: bytes
 
 
 def compiled(
@@ -46,51 +43,17 @@ def compiled(
     attributes: dict[Any, Any],
     options: dict[str, Any],
 ) -> Compiled:
-    """A Triton kernel's form, kept on disk by what it depends on."""
-    import triton
-
-    key = [kernel.cache_key, capability, signature, sorted(map(str, constants.items())),
-           sorted(map(str, attributes.items())), sorted(map(str, options.items())),
-           triton.__version__]  # fmt: skip
-    file = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
-    if not file.exists():
-        made = _compile(kernel, capability, signature, constants, attributes, options)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        own = file.with_suffix(f".{os.getpid()}")  # other processes read whole files only
-        own.write_text(json.dumps(made._asdict()))
-        own.replace(file)
-    return Compiled(**json.loads(file.read_text()))
-
-
-def _compile(kernel, capability, signature, constants, attributes, options) -> Compiled:
-    """The compiler's stages up to PTX."""
-    from triton._C.libtriton import ir
+    """A Triton kernel's form, which Triton keeps on disk."""
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
 
     source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    chosen = backend.parse_options(options | source.parse_options())
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, chosen, source.language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    code = source.make_ir(
-        target,
-        chosen,
-        backend.get_codegen_implementation(chosen),
-        backend.get_module_map(),
-        context,
-    )
-    metadata = {"target": target, **vars(chosen)}
-    for stage in ("ttir", "ttgir", "llir", "ptx"):
-        code = stages[stage](code, metadata)
-    if metadata.get("global_scratch_size"):
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if getattr(made.metadata, "global_scratch_size", 0):
         raise NotImplementedError(f"{kernel.__name__}: a launch with scratch memory")
-    return Compiled(kernel.__name__, code, metadata["shared"], chosen.num_warps)
+    code, about = made.asm, made.metadata
+    return Compiled(kernel.__name__, code["ptx"], about.shared, about.num_warps, code["cubin"])
 
 
 class Launches(list):

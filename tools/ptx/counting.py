@@ -1,6 +1,7 @@
 """Counters of instructions and memory accesses of a launch."""
 
-from dataclasses import dataclass, field
+import collections
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Counts:
     """Counts of one launch. Instructions are counted for each warp, predicated ones too."""
 
     instructions: int = 0
-    by_class: dict[str, int] = field(default_factory=dict)
+    by_class: collections.Counter[str] = field(default_factory=collections.Counter)
     divergent: int = 0  # branches of a warp that its threads leave on both sides
     global_bytes_read: int = 0  # distinct ones
     global_bytes_written: int = 0
@@ -51,6 +52,10 @@ class Counts:
     shared_conflicts: int = 0  # wavefronts beyond the first of what could be one
     barriers: int = 0  # of a CTA each
     mma_flops: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        names = (each.name for each in fields(self))
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 class Counter:

@@ -90,8 +90,7 @@ def summary(of: Program, counter: Counter, blocks: dict[int, int], memory: Globa
     result = counter.result
     for place, warps in blocks.items():
         for instruction in of.blocks[place].instructions:
-            name = class_of(instruction)
-            result.by_class[name] = result.by_class.get(name, 0) + warps
+            result.by_class[class_of(instruction)] += warps
     result.instructions = sum(result.by_class.values())
     for region in memory.regions:
         for shadow, what in ((region.reader, "read"), (region.writer, "written")):
