@@ -128,6 +128,10 @@ def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[st
     return config | {"WIDTH": 16 // element_size if aligned else 1}
 
 
+# Tuples of the functions below: ``rows`` are the pointers of student and teacher, the columns,
+# which rows are real, V and slope; ``sums`` the base and the sum of exponentials of each side.
+
+
 @triton.jit
 def _by_row(x):
     """(BLOCK_R,) as (BLOCK_R, 1, 1, 1)."""
@@ -293,16 +297,10 @@ def _row_sums(x, y):
 
 @triton.jit
 def _guesses(
-    teacher_row,
-    is_real,
-    V,
-    slope,
-    BLOCK_V: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
+    rows, BLOCK_V: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr
 ):
     """Two logits around the end of the head of a few tokens from the whole row."""
+    _, teacher_row, _, is_real, V, slope = rows
     apart = tl.maximum(V // BLOCK_V, 1) * WIDTH
     columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, 1) * apart + tl.arange(0, WIDTH)
     z = _load(teacher_row, columns, V, is_real)
@@ -376,8 +374,10 @@ def _column(entry, lane, LANES: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.con
 
 
 @triton.jit
-def _gap(student_row, column, z_t, chosen, base_s, sum_s, base_t, sum_t, slope):
+def _gap(rows, column, z_t, chosen, sums):
     """|p_t − p_s| of the chosen tokens, 0 of others."""
+    student_row, _, _, _, _, slope = rows
+    base_s, sum_s, base_t, sum_t = sums
     z_s = tl.load(student_row[:, None] + column, mask=chosen, other=0.0).to(tl.float32)
     p_s = rounded(tl.exp2((z_s - base_s[:, None]) * slope) * (1.0 / sum_s[:, None]))
     p_t = rounded(tl.exp2((z_t - base_t[:, None]) * slope) * (1.0 / sum_t[:, None]))
@@ -386,21 +386,11 @@ def _gap(student_row, column, z_t, chosen, base_s, sum_s, base_t, sum_t, slope):
 
 @triton.jit
 def _adaptive(
-    student_row,  # (1,)
-    teacher_row,
+    rows,  # (1,)
     near_ptr,  # `_entry` of the tokens near the end of the head, a list for each lane
-    columns,
-    is_real,
-    V,
-    base_s,
-    sum_s,
-    base_t,
-    sum_t,
-    edge_0,
-    edge_1,
-    mass_0,  # (1, LANES): Σ exp((z_t − base_t) · slope) of the logits above an edge
-    mass_1,
-    slope,
+    sums,
+    edges,
+    masses,  # (1, LANES): Σ exp((z_t − base_t) · slope) of the logits above an edge
     most,  # depth of the head's end, at most, in powers of 2
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
@@ -415,10 +405,12 @@ def _adaptive(
     bounds or all tokens there have the same logit. The first of these, by index, still belong to
     the head.
     """
+    student_row, teacher_row, columns, is_real, V, slope = rows
+    base_s, sum_s, base_t, sum_t = sums
     base, total = tl.max(base_t, axis=0), tl.max(sum_t, axis=0)
     half = total * HEAD_MASS
     high, low, above_high, above_low = _narrowed(
-        edge_0, edge_1, mass_0, mass_1, 0.0, half,
+        edges[0], edges[1], masses[0], masses[1], 0.0, half,
         base, _logit(_key(base - most / slope, SHIFT) - 1, SHIFT), total * 0.0, total,
     )  # fmt: skip
 
@@ -481,7 +473,7 @@ def _adaptive(
     for i in range(0, longest, LANES):
         z_t, entry = _listed(near_ptr, i + lane, end, SHIFT)
         column = _column(entry, lane, LANES, WIDTH, SHIFT)
-        g_head += _gap(student_row, column, z_t, z_t > high, base_s, sum_s, base_t, sum_t, slope)
+        g_head += _gap(rows, column, z_t, z_t > high, sums)
         is_equal = (z_t == high) & (fit > 0)
         tl.store(near_ptr + equal_end, entry, mask=is_equal)  # at most where it was read
         equal_end += tl.where(is_equal, LANES, 0)
@@ -510,7 +502,7 @@ def _adaptive(
         z_t, entry = _listed(near_ptr, i + lane, equal_end, SHIFT)
         column = _column(entry, lane, LANES, WIDTH, SHIFT)
         chosen = (z_t == high) & (column <= last)
-        g_head += _gap(student_row, column, high, chosen, base_s, sum_s, base_t, sum_t, slope)
+        g_head += _gap(rows, column, high, chosen, sums)
     of_head, of_all = _row_sums(tl.join(g_head, forward_kl), tl.join(g_all, reverse_kl))
     head, forward_kl = tl.split(of_head)
     every, reverse_kl = tl.split(of_all)
@@ -520,20 +512,12 @@ def _adaptive(
 
 @triton.jit
 def _write_gradient(
-    student_row,  # (BLOCK_R,)
-    teacher_row,
+    rows,
     dstudent_row,
-    columns,
-    is_real,
     exists,
-    V,
-    slope,
     coefficient,
     by,  # factor of the gradient with respect to the logits over τ, 0 for masked rows
-    base_s,
-    sum_s,
-    base_t,
-    sum_t,
+    sums,
     expectation,
     share,
     DIVERGENCE: tl.constexpr,
@@ -542,6 +526,8 @@ def _write_gradient(
     BLOCK_V: tl.constexpr,
 ):
     """Write the gradients of rows from their statistics, each (BLOCK_R, 1, 1, 1)."""
+    student_row, teacher_row, columns, is_real, V, slope = rows
+    base_s, sum_s, base_t, sum_t = sums
     to_student, to_teacher = by / sum_s, by / sum_t
     log_ratio = tl.log2(sum_t / sum_s)
     log_s, log_t = tl.log2(sum_s), tl.log2(sum_t)
@@ -609,14 +595,8 @@ def _write_gradient(
 
 @triton.jit
 def _first_read(
-    student_row,  # (BLOCK_R,)
-    teacher_row,
-    columns,
-    is_real,
-    V,
-    slope,
-    edge_0,  # logits, for adaptive_kl
-    edge_1,
+    rows,
+    edges,  # two logits, for adaptive_kl
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
@@ -628,6 +608,7 @@ def _first_read(
     teacher's logits above each edge. Each lane has its own maximum until the end of the row, so
     threads do not wait for each other within it.
     """
+    student_row, teacher_row, columns, is_real, V, slope = rows
     top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
     top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
     sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
@@ -652,8 +633,8 @@ def _first_read(
             cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
             cross += _lane_sum(_times(w_s, x_s - x_t))
         if DIVERGENCE == "adaptive_kl":
-            mass_0 = mass_0 * shrink_t + _lane_sum(tl.where(z_t > edge_0, w_t, 0.0))
-            mass_1 = mass_1 * shrink_t + _lane_sum(tl.where(z_t > edge_1, w_t, 0.0))
+            mass_0 = mass_0 * shrink_t + _lane_sum(tl.where(z_t > edges[0], w_t, 0.0))
+            mass_1 = mass_1 * shrink_t + _lane_sum(tl.where(z_t > edges[1], w_t, 0.0))
         sum_s = sum_s * shrink_s + _lane_sum(w_s)
         sum_t = sum_t * shrink_t + _lane_sum(w_t)
 
@@ -677,17 +658,9 @@ def _first_read(
 
 @triton.jit
 def _second_read(
-    student_row,  # (BLOCK_R,)
-    teacher_row,
-    columns,
-    is_real,
-    V,
-    slope,
+    rows,
     coefficient,
-    base_s,
-    total_s,
-    base_t,
-    total_t,
+    sums,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
@@ -695,6 +668,8 @@ def _second_read(
     IS_HOT: tl.constexpr,
 ):
     """Loss of rows with known normalisers, and the mean and the share of their gradients."""
+    student_row, teacher_row, columns, is_real, V, slope = rows
+    base_s, total_s, base_t, total_t = sums
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
     to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
     to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
@@ -803,65 +778,40 @@ def _second_read(
 
 @triton.jit
 def _store(
-    student_row,  # (BLOCK_R,)
-    teacher_row,
-    divisor_ptr,
-    factors_ptr,
-    loss_ptr,
-    dstudent_ptr,
-    columns,
+    rows,
+    pointers,  # divisor, factors, losses, gradients
     row,
-    is_real,
     exists,
-    V,
-    stride_factors,
-    slope,
-    scale,
-    factor,
-    coefficient,
-    gradient,
-    divided,
-    weighted,
-    loss,
-    expectation,
-    share,
-    base_s,
-    total_s,
-    base_t,
-    total_t,
+    numbers,  # the factors' stride, scale, factor, coefficient
+    present,  # gradient, divided, weighted
+    results,  # loss, expectation, share
+    sums,
     DIVERGENCE: tl.constexpr,
     IS_HOT: tl.constexpr,
     DESCENDS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Store losses of rows and, if asked for, their gradients."""
+    _, _, _, is_real, V, _ = rows
+    divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr = pointers
+    stride_factors, scale, factor, coefficient = numbers
+    gradient, divided, weighted = present
+    loss, expectation, share = results
+    base_s, total_s, base_t, total_t = sums
     tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
     if gradient != 0:
         by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
         by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
         _write_gradient(
-            student_row,
-            teacher_row,
-            _by_row(dstudent_ptr + row * V),
-            columns,
-            is_real,
-            _by_row(exists),
-            V,
-            slope,
-            coefficient,
+            rows, _by_row(dstudent_ptr + row * V), _by_row(exists), coefficient,
             # In masked rows every value is finite and multiplied by 0.
             _by_row(tl.where(is_real, by, 0.0)),
-            _by_row(base_s),
-            _by_row(tl.where(is_real, total_s, 1.0)),
-            _by_row(base_t),
-            _by_row(tl.where(is_real, total_t, 1.0)),
+            (_by_row(base_s), _by_row(tl.where(is_real, total_s, 1.0)),
+             _by_row(base_t), _by_row(tl.where(is_real, total_t, 1.0))),
             _by_row(tl.where(is_real, expectation, 0.0)),
             _by_row(tl.where(is_real, share, 0.0)),
-            DIVERGENCE,
-            IS_HOT,
-            DESCENDS,
-            BLOCK_V,
-        )
+            DIVERGENCE, IS_HOT, DESCENDS, BLOCK_V,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "stride_factors", "gradient", "divided", "weighted"])
@@ -907,13 +857,14 @@ def soft_target_kernel(
         is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
     student_row = student_ptr + row * stride_student
     teacher_row = teacher_ptr + row * stride_teacher
+    rows = (student_row, teacher_row, columns, is_real, V, slope)
     base_s, base_t, sum_s, sum_t, cross, _, _ = _first_read(
-        student_row, teacher_row, columns, is_real, V, slope, 0.0, 0.0, BLOCK_R, BLOCK_V, LANES,
-        DIVERGENCE,
-    )  # fmt: skip
+        rows, (0.0, 0.0), BLOCK_R, BLOCK_V, LANES, DIVERGENCE
+    )
     total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)  # (BLOCK_R,)
     if HAS_MASS:  # the sum over all tokens of the teacher
         total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
+    sums = (base_s, total_s, base_t, total_t)
     if ONE_PASS:
         expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
         share = tl.zeros([BLOCK_R], dtype=tl.float32)
@@ -924,13 +875,13 @@ def soft_target_kernel(
             expectation = loss
     else:
         loss, expectation, share = _second_read(
-            student_row, teacher_row, columns, is_real, V, slope, coefficient, base_s, total_s,
-            base_t, total_t, BLOCK_R, BLOCK_V, LANES, DIVERGENCE, IS_HOT,
-        )  # fmt: skip
+            rows, coefficient, sums, BLOCK_R, BLOCK_V, LANES, DIVERGENCE, IS_HOT
+        )
+    pointers = (divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr)
+    numbers, present = (stride_factors, scale, factor, coefficient), (gradient, divided, weighted)
     _store(
-        student_row, teacher_row, divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr, columns, row,
-        is_real, exists, V, stride_factors, slope, scale, factor, coefficient, gradient, divided,
-        weighted, loss, expectation, share, base_s, total_s, base_t, total_t, DIVERGENCE, IS_HOT,
+        rows, pointers, row, exists, numbers, present, (loss, expectation, share), sums,
+        DIVERGENCE, IS_HOT,
         ONE_PASS,  # the pass before ended at the last block
         BLOCK_V,
     )  # fmt: skip
@@ -977,23 +928,22 @@ def adaptive_kl_kernel(
             is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
         student_row = student_ptr + row * stride_student
         teacher_row = teacher_ptr + row * stride_teacher
-        edge_0, edge_1 = _guesses(teacher_row, is_real, V, slope, BLOCK_V, LANES, WIDTH, SHIFT)
+        rows = (student_row, teacher_row, columns, is_real, V, slope)
+        edges = _guesses(rows, BLOCK_V, LANES, WIDTH, SHIFT)
         base_s, base_t, sum_s, sum_t, _, mass_0, mass_1 = _first_read(
-            student_row, teacher_row, columns, is_real, V, slope, edge_0, edge_1, 1, BLOCK_V,
-            LANES, DIVERGENCE,
-        )  # fmt: skip
-        total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)
+            rows, edges, 1, BLOCK_V, LANES, DIVERGENCE
+        )
+        sums = (base_s, tl.sum(sum_s, axis=1), base_t, tl.sum(sum_t, axis=1))
         share, forward_kl, expectation = _adaptive(
-            student_row, teacher_row, near_ptr + of_program, columns, is_real, V, base_s, total_s,
-            base_t, total_t, edge_0, edge_1, mass_0, mass_1, slope, most, BLOCK_V, LANES, WIDTH,
-            SHIFT,
+            rows, near_ptr + of_program, sums, edges, (mass_0, mass_1), most, BLOCK_V, LANES,
+            WIDTH, SHIFT,
         )  # fmt: skip
         loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
+        pointers = (divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr)
+        numbers, present = (stride_factors, scale, factor, 0.0), (gradient, divided, weighted)
         _store(
-            student_row, teacher_row, divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr, columns,
-            row, is_real, exists, V, stride_factors, slope, scale, factor, 0.0, gradient, divided,
-            weighted, loss, expectation, share, base_s, total_s, base_t, total_t, DIVERGENCE,
-            False, False, BLOCK_V,
+            rows, pointers, row, exists, numbers, present, (loss, expectation, share), sums,
+            DIVERGENCE, False, False, BLOCK_V,
         )  # fmt: skip
 
 

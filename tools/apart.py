@@ -74,7 +74,10 @@ def ask(
                 item = next(left, None)
             if item is None:
                 break
-            child = child or started(command)
+            child = child or subprocess.Popen(
+                command, cwd=ROOT, text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
             line = _answer(child, item.name, min(item.seconds, end - time.monotonic()))
             if line is None:
                 late = time.monotonic() >= end
@@ -95,11 +98,6 @@ def ask(
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         for done in [pool.submit(work) for _ in range(max(workers, 1))]:
             done.result()
-
-
-def started(command: list[str]) -> "subprocess.Popen[str]":
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
 
 
 def stop(process: "subprocess.Popen[Any]") -> int:

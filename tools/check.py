@@ -12,28 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Not part of the core, which tools/versions.py runs too.
-LEFT_OUT = {
-    "tests/test_install.py": "builds wheels of its own",
-    "tests/test_house.py": "reads the sources, not the package",
-    "tests/test_docs.py": "reads the checkout, not the package",
-    "tests/test_site.py": "reads the checkout, not the package",
-    "tests/tools": "is about the tools",
-    "tests/bench": "benchmarks are run in the development environment",
-    "tests/kernels/test_compile.py": "GPU code: compiled with one Triton",
-    "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
-    "tests/cli/test_kills.py": "about files, not versions",
-    "tests/cli/test_abuse.py": "about options and files, not versions",
-    "tests/cli/test_cli.py": "minutes of training",
-    "tests/cli/test_demo.py": "minutes of training",
-    "tests/train/test_arrow_rows.py": "about memory, not versions",
-    "tests/cli/test_display.py": "about terminals, not versions",
-    "tests/distill/test_verify.py": "starts many processes",
-    "tests/distill/test_loops.py": "compiles whole models",
-    "tests/distill/test_any_loop.py": "a page of the docs, whose parts are tested",
-    "tests/cli/test_processes.py": "minutes of training in many processes",
-    "tests/study": "minutes of training",
-    "tests/test_examples.py": "wants packages of its own",
-}
+LEFT_OUT = (
+    # They build wheels, read the checkout, are about the tools, or want packages of their own.
+    "tests/test_install.py", "tests/test_house.py", "tests/test_docs.py", "tests/test_site.py",
+    "tests/tools", "tests/bench", "tests/test_examples.py",
+    # GPU code, compiled with one Triton.
+    "tests/kernels/test_compile.py", "tests/test_dry_cuda.py",
+    # About files, options, memory and terminals, not versions.
+    "tests/cli/test_kills.py", "tests/cli/test_abuse.py", "tests/cli/test_display.py",
+    "tests/train/test_arrow_rows.py", "tests/distill/test_any_loop.py",
+    # Minutes of training, of many processes, or of compiling whole models.
+    "tests/cli/test_cli.py", "tests/cli/test_demo.py", "tests/cli/test_processes.py", "tests/study",
+    "tests/distill/test_verify.py", "tests/distill/test_loops.py",
+)  # fmt: skip
 # Words in the names of tests that take minutes.
 SLOW = "inductor or repeated_layer or number_of_threads or edges"
 # Run with all parameters, which are files, commands and names.

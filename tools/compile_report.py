@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,33 +51,31 @@ class Form(NamedTuple):
     launch: tuple[tuple[str, Any], ...]
 
     @classmethod
+    def of(cls, *fields: Any) -> "Form":
+        """The form of these fields, which may be lists, as in JSON."""
+        return cls(*_tuples(fields))
+
+    @classmethod
     def from_launch(
         cls,
         kernel: Any,
         capability: int,
-        signature: dict[str, Any],
-        constexprs: dict[tuple[int, ...], Any],
-        attributes: dict[tuple[int, ...], list],
-        options: Any,
+        signature: dict,
+        constexprs: dict,
+        attributes: dict,
+        how: Any,
     ) -> "Form":
         """The form of a launch, from the arguments of JITFunction._do_compile."""
         names = list(signature)
-        return cls.unpacked(
-            [
-                kernel.fn.__module__,
-                kernel.fn.__name__,
-                capability,
-                list(signature.items()),
-                [(names[at[0]] if len(at) == 1 else at, x) for at, x in constexprs.items()],
-                [(at, known) for at, known in attributes.items() if known],
-                [(name, getattr(options, name)) for name in OPTIONS],
-            ]
+        return cls.of(
+            kernel.fn.__module__,
+            kernel.fn.__name__,
+            capability,
+            signature.items(),
+            [(names[at[0]] if len(at) == 1 else at, x) for at, x in constexprs.items()],
+            [(at, known) for at, known in attributes.items() if known],
+            [(name, getattr(how, name)) for name in OPTIONS],
         )
-
-    @classmethod
-    def unpacked(cls, fields: list) -> "Form":
-        """The form from JSON's lists."""
-        return cls(*_tuples(fields))
 
     @property
     def kernel(self) -> Any:
@@ -87,25 +85,18 @@ class Form(NamedTuple):
         """Triton's compiled kernel for the form's architecture; Triton caches it."""
         from triton import compile
         from triton.backends.compiler import GPUTarget
-
-        target = GPUTarget("cuda", self.capability, 32)
-        return compile(self.source(), target=target, options=dict(self.launch))
-
-    def source(self) -> Any:
-        """The kernel and its arguments, as Triton's compiler takes them."""
         from triton.compiler import ASTSource
 
         # What a launch tells the compiler about the arguments, such as multiples of 16.
         known = {at: [list(fact) for fact in facts] for at, facts in self.known}
-        return ASTSource(self.kernel, dict(self.types), self.constexprs, known)
-
-    @property
-    def constexprs(self) -> dict[Any, Any]:
-        return dict(self.values)
+        source = ASTSource(self.kernel, dict(self.types), dict(self.values), known)
+        target = GPUTarget("cuda", self.capability, 32)
+        return compile(source, target=target, options=dict(self.launch))
 
 
 def _tuples(x: Any) -> Any:
-    return tuple(map(_tuples, x)) if isinstance(x, (list, tuple)) else x
+    parts = (list, tuple, type({}.items()))
+    return tuple(map(_tuples, x)) if isinstance(x, parts) else x
 
 
 def modules() -> list[str]:
@@ -115,21 +106,18 @@ def modules() -> list[str]:
     return sorted(file for loss in LOSSES for file in loss.kernel_files)
 
 
-def variants(module: str) -> Iterator[Form]:
+def variants(module: str) -> list[Form]:
     """The forms of ``fastkd.kernels.<module>`` that calls start, on every architecture."""
     from fastkd._core.registry import LOSSES
 
-    for loss in LOSSES:
-        if module in loss.kernel_files:
-            for form in recorded(loss.name):
-                if form.module == f"fastkd.kernels.{module}":
-                    yield form
+    forms = (x for loss in LOSSES if module in loss.kernel_files for x in recorded(loss.name))
+    return [form for form in forms if form.module == f"fastkd.kernels.{module}"]
 
 
 @functools.cache
 def recorded(loss: str) -> list[Form]:
     """Forms that the calls of a loss start, stored until a source changes."""
-    return [Form.unpacked(fields) for fields in walked(loss)["forms"]]
+    return [Form.of(*fields) for fields in walked(loss)["forms"]]
 
 
 def walked(loss: str) -> dict[str, Any]:
@@ -202,13 +190,8 @@ def root_cause(error: BaseException) -> BaseException:
 
 def describe(form: Form) -> str:
     """Short text of a form: pointer types, fixed values and alignment."""
-    parts = [
-        part
-        for _, kind in form.types
-        for part in (kind if isinstance(kind, tuple) else (kind,))
-        if part.startswith("*")
-    ]
-    pointers = ",".join(part[1:] for part in dict.fromkeys(parts))
+    kinds = (x for _, kind in form.types for x in (kind if isinstance(kind, tuple) else (kind,)))
+    pointers = ",".join(dict.fromkeys(kind[1:] for kind in kinds if kind.startswith("*")))
     fixed = [f"{name}={value}" for name, value in form.values]
     known = {at[0] for at, _ in form.known}
     loose = [name for place, (name, kind) in enumerate(form.types)
@@ -244,16 +227,14 @@ def problems(row: dict[str, Any], capability: int, has_products: bool) -> list[s
 
 def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> list[Form]:
     """Forms of these modules for these architectures: one of each kernel, or every one."""
-    found: list[Form] = []
     wanted = set(capabilities)
-    for name in names:
-        groups: dict[tuple[str, int], list[Form]] = {}
-        for form in variants(name):
-            if form.capability in wanted:
-                groups.setdefault((form.name, form.capability), []).append(form)
-        for group in groups.values():
-            found += group if every else [group[len(group) // 2]]
-    return found
+    found = [form for name in names for form in variants(name) if form.capability in wanted]
+    if every:
+        return found
+    groups: dict[tuple[str, int], list[Form]] = {}
+    for form in found:
+        groups.setdefault((form.name, form.capability), []).append(form)
+    return [group[len(group) // 2] for group in groups.values()]
 
 
 def largest(module: str, name: str, capability: int) -> Form:

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from inspect import getattr_static
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -143,27 +144,22 @@ def waits(operation: Any, arguments: tuple[Any, ...]) -> bool:
     return operation._opname in WAITING
 
 
-class _Context:
+def _context(arguments: tuple[Any, ...]) -> SimpleNamespace:
     """Context of an autograd function; autograd's engine needs a real device."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+    context = SimpleNamespace(
+        needs_input_grad=tuple(isinstance(x, Tensor) and x.requires_grad for x in arguments),
+        saved_tensors=(),
+        save_for_backward=lambda *tensors: setattr(context, "saved_tensors", tensors),
+        mark_non_differentiable=lambda *tensors: None,
+        set_materialize_grads=lambda value: None,
+    )
+    return context
 
 
 @torch.no_grad()
 def forward_and_backward(cls: Any, *arguments: Any) -> Any:
     """Result of ``cls.apply``; the backward pass runs too, as in autograd's engine."""
-    context = _Context(arguments)
+    context = _context(arguments)
     results = cls.forward(context, *arguments)
     outputs = results if isinstance(results, tuple) else (results,)
     tensors = [output for output in outputs if output is not None]

@@ -26,15 +26,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import setup as recipe
 from bench import kernel_times, suite
 from bench.case import Bound, Case, GraphBound, Provider
 from bench.group import DEVICE
-from bench.measure import Oracle, interleaved, limits, relative_error, release
-from fastkd._core import extension, plans
-from fastkd._core.machine import describe as described_machine
+from bench.measure import Oracle, interleaved, limits, release
+from fastkd._core import extension, machine, plans
 from tools import apart
 from tools.apart import Item
 
@@ -138,15 +136,12 @@ def made(case: Case, provider: Provider) -> dict[str, Any]:
 
 def planned_calls() -> None:
     needs_gpu()
-    own = (sys.executable, "-m", "tests.kernels.planned", "--device", "cuda")
-    command(*own, "--every", "300")
+    command(sys.executable, "-m", "tests.kernels.planned", "--device", "cuda", "--every", "300")
 
 
 def memcheck() -> None:
     """Kernels that no GPU has run yet under compute-sanitizer, at toy sizes."""
-    tool = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if tool is None:
         raise LeftOut("compute-sanitizer is not installed")
     needs_gpu()
@@ -250,33 +245,23 @@ def steps(options: argparse.Namespace) -> Iterator[Item]:
     yield bench_item("step", "step", options)
 
 
-def rows(options: argparse.Namespace, data: bool) -> Iterator[Item]:
-    """Durations of all kernels of a step; ``data``: of cases with a language model's numbers."""
-    for case in sorted(suite.cases(kernel_times.SETS), key=lambda case: not case.headline):
-        if bool(case.data) == data:
-            yield item(f"kernels {case.key}", kernel_row, sized(case, options), seconds=30.0)
-
-
-@group(60)
-def data(options: argparse.Namespace) -> Iterator[Item]:
-    yield from rows(options, data=True)
-
-
 @group(300)
 def build(options: argparse.Namespace) -> Iterator[Item]:
     """The extension's CUDA part, where it is missing and can be built; its items need it."""
     yield Item("build", build_extension, 300.0)
 
 
-@group(120)
+@group(180)
 def kernels(options: argparse.Namespace) -> Iterator[Item]:
+    """Durations of all kernels of a step, first of cases with a language model's numbers."""
     yield item("limits", described, options.commit)
-    yield from rows(options, data=False)
+    for case in sorted(suite.cases(kernel_times.SETS), key=lambda x: (not x.data, not x.headline)):
+        yield item(f"kernels {case.key}", kernel_row, sized(case, options), seconds=30.0)
 
 
 def described(commit: str | None) -> dict[str, Any]:
     dtypes = torch.bfloat16, torch.float32
-    return described_machine(DEVICE, commit) | {"limits": limits(DEVICE, dtypes)}
+    return machine.describe(DEVICE, commit) | {"limits": limits(DEVICE, dtypes)}
 
 
 def kernel_row(case: Case) -> dict[str, Any]:
@@ -348,52 +333,6 @@ def equal_bits() -> str:
     if different:
         raise AssertionError("; ".join(different))
     return f"{len(one)} digests equal"
-
-
-@group(90, workers=8)
-def machine(options: argparse.Namespace) -> Iterator[Item]:
-    """The GPU's results, and the same compiled code executed by `tools.executed`."""
-    for name, (case, provider) in pairs(toys=True).items():
-        if provider.name == "fastkd triton" and not provider.own_leaves:
-            yield item(f"machine {name}", machine_item, case, provider)
-
-
-# Largest error of the GPU's results relative to the executed code's: `.approx` instructions and the
-# order of sums in tensor cores differ in their last bits.
-DIFFERENCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def machine_item(case: Case, provider: Provider) -> str:
-    needs_gpu()
-    major, _ = torch.cuda.get_device_capability(DEVICE)
-    return against_machine(case, provider, 90 if major >= 9 else 80)  # tcgen05 is not executed
-
-
-def against_machine(case: Case, provider: Provider, capability: int) -> str:
-    """Whether the device's results have the executed code's bits; raises where they are wrong."""
-    from tools.executed import executing
-
-    inputs = made(case, provider)
-    found = step(provider, inputs)
-    with executing(capability):
-        expected = step(provider, tree_map_only(Tensor, copied, inputs))
-    errors = [relative_error([x], [y]) for x, y in zip(found, expected, strict=True)]
-    if not max(errors) <= DIFFERENCE[case.dtype]:
-        names = "the loss", *(f"gradient {i}" for i in range(1, len(errors)))
-        worst = errors.index(max(errors))
-        raise AssertionError(f"{names[worst]}: {errors[worst]:.2g} off the executed code's")
-    return "equal bits" if all(map(torch.equal, found, expected)) else "other last bits"
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.detach().cpu().requires_grad_(x.requires_grad)
-
-
-def step(provider: Provider, inputs: dict[str, Any]) -> list[Tensor]:
-    """Value and gradients of one step, on the CPU."""
-    torch.manual_seed(0)
-    loss, grads = provider.bind(inputs).step()
-    return [x.detach().cpu() for x in (loss, *grads)]
 
 
 @group(900)

@@ -33,7 +33,6 @@ SHORT = torch.int16
 
 INTEGERS = [
     ("add.s32", [(2**31 - 1, 1), (-5, 3)], [-(2**31), -2]),
-    ("add.sat.s32", [(2**31 - 1, 1), (-(2**31), -1)], [2**31 - 1, -(2**31)]),
     ("sub.s32", [(-(2**31), 1), (7, 9)], [2**31 - 1, -2]),
     ("mul.lo.s32", [(65536, 65536), (-3, 7)], [0, -21]),
     ("mul.hi.s32", [(65536, 65536), (-3, 7), (-(2**31), -(2**31))], [1, -1, 1 << 30]),
@@ -86,8 +85,6 @@ FIELDS = [
      [0x12, -1, 0, 0]),
     ("bfe.s32", [(0xABCD1234, 28, 4), (0x70, 4, 3), (0x80000000, 31, 8), (0x80000000, 40, 2)],
      [-6, -1, -1, -1]),
-    ("shf.l.wrap.b32", [(0x80000000, 1, 1), (1, 2, 33)], [3, 4]),
-    ("shf.r.clamp.b32", [(1, 3, 1), (1, 3, 40)], [-(2**31), 3]),
     ("prmt.b32", [(0x33221100, 0x77665544, 0x5410), (0x33221100, 0x77665544, 0x7632),
                   (0x80FF00, 0, 0x888A)],
      [0x55441100, 0x77663322, 0x000000FF]),
@@ -97,10 +94,8 @@ FIELDS = [
 ONE = [
     ("brev.b32", [1, 0x80000000, 6], [-(2**31), 1, 0x60000000]),
     ("popc.b32", [0, -1, 0b1011], [0, 32, 3]),
-    ("clz.b32", [0, 1, -1, 0x00010000], [32, 31, 0, 15]),
     ("bfind.u32", [0, 1, -1, 0x00010000], [-1, 0, 31, 16]),
     ("bfind.shiftamt.u32", [0, 1, 0x00010000], [-1, 31, 15]),
-    ("bfind.s32", [-1, -2, 5], [-1, 0, 2]),
     ("not.b32", [0, -1], [-1, 0]),
     ("neg.s32", [5, -(2**31)], [-5, -(2**31)]),
     ("abs.s32", [-5, 5], [5, 5]),
@@ -114,15 +109,6 @@ def test_integers(name, rows, expected):
     instruction = f"{name} {{out}}, {operands};"
     dtypes = (BITS,) * len(columns)
     assert results(instruction, *columns, dtypes=dtypes, result=BITS) == expected
-
-
-def test_inserted_field_and_any_logic():
-    instruction = "bfi.b32 {out}, {0}, {1}, 8, 4;"
-    assert results(instruction, [0xF], [0], dtypes=(BITS, BITS), result=BITS) == [0xF00]
-    # 0xE8 is the majority of three.
-    instruction = "lop3.b32 {out}, {0}, {1}, {2}, 0xE8;"
-    found = results(instruction, [0b1100], [0b1010], [0b1001], dtypes=(BITS,) * 3, result=BITS)
-    assert found == [0b1000]
 
 
 # Floats
@@ -174,19 +160,6 @@ def test_fused_products_at_the_ends_of_the_range():
     assert found == [-INF, 2.0**-1074, INF]
 
 
-@pytest.mark.parametrize("name", ["rz", "rm", "rp"])
-def test_directed_rounding(name):
-    a, b = np.float32(1.0), np.float32(2.0**-30)
-    near = {"rz": a, "rm": a, "rp": np.nextafter(a, np.float32(2))}[name]
-    found = results(f"add.{name}.f32 {{out}}, {{0}}, {{1}};", [float(a)], [float(b)],
-                    dtypes=(SINGLE, SINGLE), result=SINGLE)  # fmt: skip
-    assert found == [float(near)]
-    near = {"rz": -1.0, "rm": -1.0 - 2.0**-23, "rp": -1.0}[name]
-    found = results(f"fma.{name}.f32 {{out}}, {{0}}, {{1}}, {{2}};", [-1.0], [1.0], [-float(b)],
-                    dtypes=(SINGLE,) * 3, result=SINGLE)  # fmt: skip
-    assert found == [near]
-
-
 def same(found, expected):
     """Equal numbers, NaN and signs of zeros."""
     assert len(found) == len(expected)
@@ -219,7 +192,7 @@ ANY_NAN = [0x7FC00000, 0xFFC00000, 0x7FA12345, 0xFFFFFFFF]
 @pytest.mark.parametrize(
     "instruction",
     [
-        "add.f32 {out}, {0}, {1};", "add.ftz.f32 {out}, {0}, {1};", "sub.rz.f32 {out}, {0}, {1};",
+        "add.f32 {out}, {0}, {1};", "add.ftz.f32 {out}, {0}, {1};", "sub.f32 {out}, {0}, {1};",
         "mul.f32 {out}, {0}, {1};", "fma.rn.f32 {out}, {0}, {1}, {1};", "min.f32 {out}, {0}, {1};",
         "max.NaN.f32 {out}, {0}, {1};", "div.full.f32 {out}, {0}, {1};",
         "ex2.approx.f32 {out}, {0};", "sqrt.rn.f32 {out}, {0};", "cvt.rni.f32.f32 {out}, {0};",
@@ -242,14 +215,11 @@ def test_infinities_that_cancel_are_the_canonical_nan():
     assert found[:2].tolist() == [0x7FFFFFFF] * 2
 
 
-def test_flushed_and_saturated():
+def test_flushed():
     pairs = [2.0**-140, 1.0, -(2.0**-126)], [0.0, 2.0**-140, 2.0**-127]
     instruction = "add.ftz.f32 {out}, {0}, {1};"
     found = results(instruction, *pairs, dtypes=(SINGLE, SINGLE), result=SINGLE)
     assert found == [0.0, 1.0, -(2.0**-126)]
-    found = results("add.sat.f32 {out}, {0}, {1};", [0.5, 2.0, -1.0, NAN], [0.25, 1.0, 0.0, 1.0],
-                    dtypes=(SINGLE, SINGLE), result=SINGLE)  # fmt: skip
-    assert found == [0.75, 1.0, 0.0, 0.0]
 
 
 SPECIAL = [
@@ -261,9 +231,6 @@ SPECIAL = [
     ("rsqrt.approx.f32", [4.0, 0.0, -0.0, INF], [0.5, INF, -INF, 0.0]),
     ("rcp.approx.f32", [4.0, -0.0, INF], [0.25, -INF, 0.0]),
     ("rcp.rn.f32", [3.0], [float(np.float32(1) / np.float32(3))]),
-    ("sin.approx.f32", [0.0], [0.0]),
-    ("cos.approx.f32", [0.0], [1.0]),
-    ("tanh.approx.f32", [0.0, INF, -INF], [0.0, 1.0, -1.0]),
     ("neg.f32", [0.0, 1.0], [-0.0, -1.0]),
     ("abs.f32", [-0.0, -INF], [0.0, INF]),
 ]
@@ -308,21 +275,6 @@ def test_comparisons_of_floats(name, true):
     assert {case for case, yes in zip(cases, found, strict=True) if yes} == true
 
 
-def test_comparisons_join_and_have_an_opposite():
-    body = """setp.lt.s32 %p1, {0}, 5;
-        setp.gt.and.s32 %p2|%p3, {0}, 2, %p1;
-        setp.lo.u32 %p4, {0}, 4;
-        not.pred %p4, %p4;
-        selp.b32 %r20, 1, 0, %p2;
-        selp.b32 %r21, 2, 0, %p3;
-        selp.b32 %r22, 4, 0, %p4;
-        or.b32 {out}, %r20, %r21;
-        or.b32 {out}, {out}, %r22;"""
-    found = results(body, [1, 3, 7, -1], dtypes=(BITS,), result=BITS)
-    # The opposite is joined too: not (x > 2), and x < 5.
-    assert found == [2, 1, 4, 2 | 4]
-
-
 CONVERSIONS = [
     ("cvt.rzi.s32.f32", SINGLE, [1.9, -1.9, NAN, 3e9, -INF], BITS, [1, -1, 0, 2**31 - 1, -(2**31)]),
     ("cvt.rni.s32.f32", SINGLE, [0.5, 1.5, -2.5], BITS, [0, 2, -2]),
@@ -331,23 +283,18 @@ CONVERSIONS = [
     ("cvt.rzi.u32.f32", SINGLE, [-1.0, 5e9], BITS, [0, -1]),
     ("cvt.rzi.s64.f64", DOUBLE, [NAN, 1e30, -7.9], LONG, [-(2**63), 2**63 - 1, -7]),
     ("cvt.rn.f32.s32", BITS, [2**24 + 1, -3], SINGLE, [2.0**24, -3.0]),
-    ("cvt.rz.f32.s32", BITS, [2**25 + 3, -(2**25) - 3], SINGLE, [2.0**25, -(2.0**25)]),
     ("cvt.rn.f32.u32", BITS, [-1], SINGLE, [2.0**32]),
     ("cvt.rn.f32.u64", LONG, [-1, 1], SINGLE, [2.0**64, 1.0]),
     ("cvt.rn.f64.s64", LONG, [2**53 + 1], DOUBLE, [2.0**53]),
     ("cvt.rn.f32.f64", DOUBLE, [1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50], SINGLE,
      [1.0, 1 + 2.0**-23]),
-    ("cvt.rz.f32.f64", DOUBLE, [1 + 2.0**-23.5, -1.99999999], SINGLE, [1.0, -(2 - 2.0**-23)]),
-    ("cvt.rp.f32.f64", DOUBLE, [1 + 2.0**-40], SINGLE, [1 + 2.0**-23]),
     ("cvt.f64.f32", SINGLE, [0.1], DOUBLE, [float(np.float32(0.1))]),
     ("cvt.rni.f32.f32", SINGLE, [2.5, -0.5], SINGLE, [2.0, -0.0]),
-    ("cvt.sat.f32.f32", SINGLE, [2.5, -0.5, NAN, 0.25], SINGLE, [1.0, 0.0, 0.0, 0.25]),
     ("cvt.s64.s32", BITS, [-1], LONG, [-1]),
     ("cvt.u64.u32", BITS, [-1], LONG, [2**32 - 1]),
     ("cvt.u32.u64", LONG, [2**32 + 5], BITS, [5]),
     ("cvt.s32.s8", BITS, [255, 127, 0x1FF], BITS, [-1, 127, -1]),
     ("cvt.u32.u16", BITS, [-1], BITS, [65535]),
-    ("cvt.sat.s8.s32", BITS, [300, -300], BITS, [127, -128]),
     ("cvt.rna.tf32.f32", SINGLE, [1 + 2.0**-11, 1 + 2.0**-12, -(1 + 2.0**-11)], SINGLE,
      [1 + 2.0**-10, 1.0, -(1 + 2.0**-10)]),
 ]  # fmt: skip
@@ -373,14 +320,6 @@ def test_half_precision(half):
     y = torch.randn(128)
     both = elementwise(f"cvt.rn.{name}x2.f32 {{out}}, {{0}}, {{1}};", x, y, result=BITS)
     assert both.view(half).view(-1, 2).equal(torch.stack([y, x], 1).to(half))
-    a, b, c = (torch.randn(64).to(half) for _ in range(3))
-    fused = elementwise(f"fma.rn.{name} {{out}}, {{0}}, {{1}}, {{2}};",
-                        *(v.view(SHORT) for v in (a, b, c)), result=SHORT).view(half)  # fmt: skip
-    exact = a.double() * b.double() + c.double()
-    if half == torch.bfloat16:
-        # torch rounds float64 to bfloat16 by way of float32; no sum here lies near halfway there.
-        exact = exact.float()
-    assert fused.equal(exact.to(half))
     pairs = torch.randn(64, 2).to(half), torch.randn(64, 2).to(half)
     added = elementwise(f"add.rn.{name}x2 {{out}}, {{0}}, {{1}};",
                         *(v.view(BITS)[:, 0].contiguous() for v in pairs), result=BITS)  # fmt: skip
@@ -431,11 +370,6 @@ def test_shuffle_tells_whether_it_was_in_range():
 def test_votes_and_reductions():
     body = "setp.gt.s32 %p1, {0}, 29; vote.sync.ballot.b32 {out}, %p1, -1;"
     assert of_lanes(body).tolist() == [-(2**30)] * 32
-    for how, expected in (("any", 1), ("all", 0)):
-        body = f"""setp.gt.s32 %p1, {{0}}, 29;
-            vote.sync.{how}.pred %p2, %p1, -1;
-            selp.b32 {{out}}, 1, 0, %p2;"""
-        assert of_lanes(body).tolist() == [expected] * 32
     values = torch.randint(-1000, 1000, (64,), dtype=BITS)
     for name, function in (("add", torch.sum), ("min", torch.amin), ("max", torch.amax)):
         found = of_lanes(f"redux.sync.{name}.s32 {{out}}, {{0}}, -1;", values)

@@ -101,7 +101,9 @@ def test_a_dry_run_with_a_poisoned_item_writes_all_other_lines(tmp_path, monkeyp
     arguments = ["--dry", "--out", str(tmp_path), "--workers", "2"]
     assert gpu_check.main(arguments) == 1
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert sorted(x["name"] for x in lines) == sorted(x for names in every.values() for x in names)
+    assert sorted(x["name"] for x in lines) == sorted(
+        {x for names in every.values() for x in names}
+    )
     assert [x["name"] for x in lines if x["problem"]] == [poisoned]
     assert f"{poisoned}: ValueError" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check, "CHILD", COMMAND)

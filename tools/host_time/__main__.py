@@ -50,13 +50,6 @@ def measure(tree: Path, repeat: int, names: list[str]) -> dict[str, list[float]]
     return found
 
 
-def median(rounds: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    return {
-        name: [statistics.median(x) for x in zip(*(found[name] for found in rounds), strict=True)]
-        for name in rounds[0]
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.host_time", description=__doc__)
     parser.add_argument("names", nargs="*", help="keys of cases in bench/, by default all")
@@ -66,10 +59,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     trees = [ROOT, *([given.against.resolve()] if given.against else [])]
-    rounds = [
+    found = [
         [measure(tree, given.repeat, given.names) for tree in trees] for _ in range(given.rounds)
     ]
-    own, *other = (median(list(of_tree)) for of_tree in zip(*rounds, strict=True))
+    own, *other = (
+        {name: [statistics.median(x) for x in zip(*(x[name] for x in rounds), strict=True)]
+         for name in rounds[0]}
+        for rounds in zip(*found, strict=True)
+    )  # fmt: skip
     if given.json:
         print(json.dumps(own))
         return

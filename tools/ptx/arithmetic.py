@@ -6,20 +6,17 @@ from typing import Any
 import numpy as np
 
 from .instructions import Run, decodes
-from .parse import Immediate, Instruction, Pair, Symbol, Vector, is_type, width
+from .parse import Immediate, Instruction, Pair, Vector, is_type, width
 from .values import (
-    FLOAT,
     SHARED_WINDOW,
     UNSIGNED,
     canonical,
-    exact_sum,
     flush,
     fma32,
     fma64,
     narrow_bf16,
     numpy_type,
     reader,
-    round_float32,
     widen_bf16,
     writer,
 )
@@ -41,12 +38,6 @@ def compute(x: Instruction, program: Any, function: Callable, types: Any, result
         for operand, type in zip(x.operands[1:], types, strict=True)
     ]
     write = writer(x.operands[0], result)
-    if len(reads) == 1:
-        (a,) = reads
-        return lambda m, mask: write(m.registers, function(a(m.registers)), mask)
-    if len(reads) == 2:
-        a, b = reads
-        return lambda m, mask: write(m.registers, function(a(m.registers), b(m.registers)), mask)
 
     def run(m: Any, mask: Any) -> None:
         R = m.registers
@@ -56,21 +47,13 @@ def compute(x: Instruction, program: Any, function: Callable, types: Any, result
 
 
 def with_float_rules(x: Instruction, function: Callable) -> Callable:
-    """Canonical NaN, except of sign changes; ``.ftz`` flushes, ``.sat`` clips to 0 and 1."""
+    """Canonical NaN, except of sign changes; ``.ftz`` flushes."""
     if x.opcode not in ("neg", "abs"):
         computed = function
         function = lambda *values: canonical(computed(*values))  # noqa: E731
     if "ftz" in x.modifiers and x.type == "f32":
         inner = function
         function = lambda *values: flush(inner(*map(flush, values)))  # noqa: E731
-    if "sat" in x.modifiers:
-        unbounded = function
-
-        def function(*values: np.ndarray) -> np.ndarray:
-            result = unbounded(*values)
-            bounded = np.clip(result, result.dtype.type(0), result.dtype.type(1))
-            return np.where(np.isnan(result), result.dtype.type(0), bounded)
-
     return function
 
 
@@ -108,40 +91,22 @@ def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The upper half of a product of twice the width."""
-    bits = a.dtype.itemsize * 8
-    if bits < 64:
-        wide = np.int64 if a.dtype.kind == "i" else np.uint64
-        return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    ua, ub = a.view(np.uint64), b.view(np.uint64)
-    a0, a1, b0, b1 = ua & low, ua >> shift, ub & low, ub >> shift
-    middle = a1 * b0 + (a0 * b0 >> shift)
-    other = a0 * b1 + (middle & low)
-    high = a1 * b1 + (middle >> shift) + (other >> shift)
-    if a.dtype.kind == "i":
-        zero = np.uint64(0)
-        high = high - np.where(a < 0, ub, zero) - np.where(b < 0, ua, zero)
-    return high.view(a.dtype)
-
-
-def saturated_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.clip(a.astype(np.int64) + b, -(2**31), 2**31 - 1).astype(np.int32)
+    product = a.astype(object) * b.astype(object)
+    return (product >> 8 * a.dtype.itemsize).astype(a.dtype)
 
 
 # Floats
 
 
-def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def extreme(join: Callable, choose: Callable) -> Callable:
     """The number where one is NaN; −0 below 0."""
-    whole = UNSIGNED[a.dtype.itemsize * 8]
-    zeros = (a.view(whole) | b.view(whole)).view(a.dtype)
-    return np.where(a == b, zeros, np.fmin(a, b))
 
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        whole = UNSIGNED[a.dtype.itemsize * 8]
+        zeros = join(a.view(whole), b.view(whole)).view(a.dtype)
+        return np.where(a == b, zeros, choose(a, b))
 
-def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    whole = UNSIGNED[a.dtype.itemsize * 8]
-    zeros = (a.view(whole) & b.view(whole)).view(a.dtype)
-    return np.where(a == b, zeros, np.fmax(a, b))
+    return run
 
 
 def with_nan(function: Callable) -> Callable:
@@ -159,53 +124,13 @@ def negate(a: np.ndarray) -> np.ndarray:
     return -a
 
 
-def absolute(a: np.ndarray) -> np.ndarray:
-    return np.abs(a)
-
-
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    if a.dtype == np.float64:
-        return fma64(a, b, c)
-    if a.dtype == np.float32:
-        return fma32(a, b, c)
-    wide = (v.astype(np.float64) for v in (a, b, c))
-    return fma_of_half(*wide, np.float16)
-
-
-def fma_of_half(a: np.ndarray, b: np.ndarray, c: np.ndarray, result: Any) -> np.ndarray:
-    """Exact products of halves, and a sum that rounds on as the exact one would."""
-    product, c = np.broadcast_arrays(a * b, c)
-    return exact_sum(product, c).astype(result)
-
-
-def fused_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Float32 that rounds on to bfloat16 as the exact sum would."""
-    wide = fma_of_half(*(v.astype(np.float64) for v in (a, b, c)), np.float64)
-    nearest = wide.astype(np.float32)
-    # Rounded to odd in float32 too: between it and bfloat16 lie 16 digits.
-    bits = nearest.view(np.uint32)
-    inward = np.abs(nearest.astype(np.float64)) > np.abs(wide)
-    odd = (np.where(inward, bits - 1, bits) | 1).view(np.float32)
-    return np.where((nearest == wide) | ~np.isfinite(nearest), nearest, odd)
-
-
-def directed(opcode: str, rounding: str) -> Callable:
-    """Sums and products of float32 rounded otherwise than to nearest."""
-
-    def run(*values: np.ndarray) -> np.ndarray:
-        a, b, *rest = np.broadcast_arrays(*[v.astype(np.float64) for v in values])
-        if opcode == "mul":
-            return round_float32(a * b, rounding)
-        if opcode == "fma":
-            return round_float32(exact_sum(a * b, rest[0]), rounding)
-        return round_float32(exact_sum(a, b if opcode == "add" else -b), rounding)
-
-    return run
+    return fma64(a, b, c) if a.dtype == np.float64 else fma32(a, b, c)
 
 
 PLAIN = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": minimum, "max": maximum,
-    "neg": negate, "abs": absolute, "fma": fused,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": negate, "abs": np.abs,
+    "min": extreme(np.bitwise_or, np.fmin), "max": extreme(np.bitwise_and, np.fmax), "fma": fused,
 }  # fmt: skip
 INTEGER = {
     **PLAIN, "min": np.minimum, "max": np.maximum, "div": divide, "rem": remainder,
@@ -217,22 +142,16 @@ INTEGER = {
          "xor", "not")  # fmt: skip
 def plain(x: Instruction, program: Any) -> Run | None:
     type, words = x.type, x.modifiers
-    if type[0] in "usbp" and type not in ("bf16", "bf16x2"):
+    if type[0] in "usbp" and type != "bf16":
         return integers(x, program)
     if x.opcode == "div":
         return division(x, program)
-    rounding = rounding_of(x)
+    rounded = rounding_of(x) != "rn" or (x.opcode == "fma" and "16" in type)
+    if rounded or {"sat", "xorsign", "relu"} & set(words):
+        return None
     function = PLAIN[x.opcode]
-    if rounding != "rn":
-        if type != "f32" or x.opcode not in ("add", "sub", "mul", "fma"):
-            return None
-        function = directed(x.opcode, rounding)
-    if x.opcode == "fma" and "bf16" in type:
-        function = fused_bf16
     if "NaN" in words:
         function = with_nan(function)
-    if "xorsign" in words or "relu" in words:
-        return None
     function = with_float_rules(x, function)
     if type in PACKED:
         return compute(x, program, packed(function, type), "b32", "b32")
@@ -254,9 +173,7 @@ def integers(x: Instruction, program: Any) -> Run | None:
         if x.opcode == "mul":
             return compute(x, program, product, type, type)
         return compute(x, program, lambda a, b, c: product(a, b) + c, type, type)
-    if "sat" in words:
-        return compute(x, program, saturated_sum, type, type) if x.opcode == "add" else None
-    if "cc" in words:
+    if "sat" in words or "cc" in words:
         return None
     return compute(x, program, INTEGER[x.opcode], type, type)
 
@@ -281,62 +198,19 @@ def shift(x: Instruction, program: Any) -> Run:
     return compute(x, program, function, [x.type, "u32"], x.type)
 
 
-@decodes("shf")
-def funnel_shift(x: Instruction, program: Any) -> Run:
-    wraps, left = "wrap" in x.modifiers, "l" in x.modifiers
-
-    def function(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-        by = (by & 31 if wraps else np.minimum(by, np.uint32(32))).astype(np.uint64)
-        both = high.astype(np.uint64) << np.uint64(32) | low
-        moved = both >> (np.uint64(32) - by) if left else both >> by
-        return moved.astype(np.uint32)
-
-    return compute(x, program, function, "b32", "b32")
-
-
 @decodes("bfe")
-def extract(x: Instruction, program: Any) -> Run:
-    bits, as_type = width(x.type), numpy_type(x.type)
+def extract(x: Instruction, program: Any) -> Run | None:
+    """A field's bits; with a sign that of the field, or the last bit there is."""
+    if width(x.type) != 32:
+        return None
+    wide = np.int64 if x.type[0] == "s" else np.uint64
 
     def function(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        start, length = start & 255, np.minimum(length & 255, np.uint32(bits))
-        if as_type in (np.int32, np.int64):  # the sign is the field's, or the last bit there is
-            wide = np.minimum(start, np.uint32(bits - 1)).astype(as_type)
-            top = np.minimum(start + length, np.uint32(bits)).astype(as_type)
-            up = as_type(bits) - top
-            value = (a << up) >> up >> wide
-            value = np.where(start >= bits, a >> as_type(bits - 1), value)
-        else:
-            value = np.where(
-                start < bits,
-                a >> np.minimum(start, np.uint32(bits - 1)).astype(as_type),
-                as_type(0),
-            )
-            kept = (
-                as_type(1) << np.minimum(length, np.uint32(bits - 1)).astype(as_type)
-            ) - as_type(1)
-            value = np.where(length < bits, value & kept, value)
-        return np.where(length == 0, as_type(0), value)
+        up = (64 - np.minimum(length & 255, 32)).astype(wide)
+        field = a.astype(wide) >> np.minimum(start & 255, 63).astype(wide) << up >> up
+        return np.where(length & 255, field, 0).astype(a.dtype)
 
     return compute(x, program, function, [x.type, "u32", "u32"], x.type)
-
-
-@decodes("bfi")
-def insert(x: Instruction, program: Any) -> Run:
-    bits, as_type = width(x.type), numpy_type(x.type)
-
-    def function(field: np.ndarray, into: np.ndarray, start: np.ndarray, length: np.ndarray):
-        start, length = start & 255, length & 255
-        most = as_type(~as_type(0))
-        kept = np.where(
-            length >= bits, most,
-            (as_type(1) << np.minimum(length, np.uint32(bits - 1)).astype(as_type)) - as_type(1),
-        )  # fmt: skip
-        by = np.minimum(start, np.uint32(bits - 1)).astype(as_type)
-        mask = np.where(start >= bits, as_type(0), kept << by)
-        return (into & ~mask) | (field << by & mask)
-
-    return compute(x, program, function, [x.type, x.type, "u32", "u32"], x.type)
 
 
 @decodes("brev")
@@ -350,31 +224,16 @@ def reverse_bits(x: Instruction, program: Any) -> Run:
     return compute(x, program, function, x.type, x.type)
 
 
-def highest_bit(a: np.ndarray) -> np.ndarray:
-    """Place of the highest bit that is set, −1 for none."""
-    halves = (a >> a.dtype.type(32)).astype(np.float64) if a.dtype.itemsize == 8 else 0.0 * a
-    low = (a & a.dtype.type(0xFFFFFFFF)).astype(np.float64)
-    return np.where(halves > 0, np.frexp(halves)[1] + 31, np.frexp(low)[1] - 1)
-
-
-@decodes("clz")
-def leading_zeros(x: Instruction, program: Any) -> Run:
-    bits = width(x.type)
-    return compute(
-        x, program, lambda a: (bits - 1 - highest_bit(a)).astype(np.uint32), x.type, "u32"
-    )
-
-
 @decodes("bfind")
-def find(x: Instruction, program: Any) -> Run:
-    bits = width(x.type)
+def find(x: Instruction, program: Any) -> Run | None:
+    """Place of the highest bit that is set, or the shift that brings it there; −1 for none."""
+    if x.type != "u32":
+        return None
 
     def function(a: np.ndarray) -> np.ndarray:
-        if a.dtype.kind == "i":
-            a = np.where(a < 0, ~a, a).view(UNSIGNED[bits])
-        place = highest_bit(a)
+        place = np.frexp(a.astype(np.float64))[1] - 1
         if "shiftamt" in x.modifiers:
-            place = np.where(place < 0, -1, bits - 1 - place)
+            place = np.where(place < 0, -1, 31 - place)
         return place.astype(np.int32).view(np.uint32)
 
     return compute(x, program, function, x.type, "u32")
@@ -405,40 +264,20 @@ def permute(x: Instruction, program: Any) -> Run | None:
     return compute(x, program, function, "b32", "b32")
 
 
-@decodes("lop3")
-def any_logic(x: Instruction, program: Any) -> Run:
-    table = x.operands[4].bits
-
-    def function(a: np.ndarray, b: np.ndarray, c: np.ndarray, _: np.ndarray) -> np.ndarray:
-        result = np.zeros(1, np.uint32)
-        for row in range(8):
-            if table >> row & 1:
-                parts = (v if row & bit else ~v for v, bit in ((a, 4), (b, 2), (c, 1)))
-                p, q, r = parts
-                result = result | (p & q & r)
-        return result
-
-    return compute(x, program, function, "b32", "b32")
-
-
 # What is approximate, by PTX's documentation: the largest relative error of each.
 
 ERRORS = {
     ("ex2", "f32"): 2.0**-22, ("lg2", "f32"): 2.0**-22.6, ("sqrt", "f32"): 2.0**-23,
     ("rsqrt", "f32"): 2.0**-22.9, ("rcp", "f32"): 2.0**-23, ("div", "f32"): 2.0**-22,
-    ("sin", "f32"): 2.0**-20.5, ("cos", "f32"): 2.0**-20.5, ("tanh", "f32"): 2.0**-10.987,
     ("rsqrt", "f64"): 2.0**-22.9, ("rcp", "f64"): 2.0**-20,
-    ("tanh", "f16"): 2.0**-10.987, ("ex2", "f16"): 2.0**-9.9, ("tanh", "bf16"): 2.0**-8,
-    ("ex2", "bf16"): 2.0**-7,
 }  # fmt: skip
 FUNCTIONS = {
-    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos,
-    "tanh": np.tanh, "rsqrt": lambda a: 1 / np.sqrt(a), "rcp": lambda a: 1 / a,
-    "div": lambda a, b: a / b,
+    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "rcp": lambda a: 1 / a, "div": lambda a, b: a / b,
 }  # fmt: skip
 
 
-@decodes("ex2", "lg2", "sqrt", "rsqrt", "rcp", "sin", "cos", "tanh")
+@decodes("ex2", "lg2", "sqrt", "rsqrt", "rcp")
 def special(x: Instruction, program: Any) -> Run | None:
     type, words = x.type, x.modifiers
     if "approx" not in words:
@@ -460,8 +299,6 @@ def division(x: Instruction, program: Any) -> Run | None:
 def approximate(x: Instruction, program: Any) -> Run | None:
     """Exact and rounded, or moved by as much as is documented where that is not exact."""
     type = x.type
-    if type in PACKED:
-        return None
     function, error = FUNCTIONS[x.opcode], ERRORS[x.opcode, type]
     reads = [reader(operand, type, program.entry.symbols) for operand in x.operands[1:]]
     write = writer(x.operands[0], type)
@@ -496,7 +333,6 @@ COMPARED = {
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 OTHER_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def comparison(name: str, is_float: bool) -> Callable:
@@ -518,48 +354,10 @@ def comparison(name: str, is_float: bool) -> Callable:
 
 
 @decodes("setp")
-def compare(x: Instruction, program: Any) -> Run:
-    type = x.type
-    is_float = type[0] == "f" or type == "bf16"
-    function = comparison(x.modifiers[0], is_float)
-    if "ftz" in x.modifiers:
-        inner = function
-        function = lambda a, b: inner(flush(a), flush(b))  # noqa: E731
-    symbols = program.entry.symbols
-    a, b = (reader(operand, type, symbols) for operand in x.operands[1:3])
-    targets = x.operands[0] if isinstance(x.operands[0], Pair) else Pair(x.operands[0], None)
-    first, second = (writer(target, "pred") for target in targets)
-    join = next((JOINED[word] for word in x.modifiers if word in JOINED), None)
-    if join is None:
-        if targets.second is None:
-            return lambda m, mask: first(
-                m.registers, function(a(m.registers), b(m.registers)), mask
-            )
-        also = None
-    else:
-        also = reader(x.operands[3], "pred", symbols)
-
-    def run(m: Any, mask: Any) -> None:
-        R = m.registers
-        result = function(a(R), b(R))
-        opposite = ~result
-        if also is not None:
-            other = also(R)
-            result, opposite = join(result, other), join(opposite, other)
-        first(R, result, mask)
-        second(R, opposite, mask)
-
-    return run
-
-
-@decodes("set")
-def compare_to_number(x: Instruction, program: Any) -> Run | None:
-    to, of = [word for word in x.modifiers if is_type(word)]
-    function = comparison(x.modifiers[0], of[0] == "f")
-    if len(x.operands) > 3:
-        return None
-    true = np.array([1.0], np.float32) if to == "f32" else np.array([-1], np.int32)
-    return compute(x, program, lambda a, b: np.where(function(a, b), true, true * 0), of, to)
+def compare(x: Instruction, program: Any) -> Run | None:
+    function = comparison(x.modifiers[0], x.type[0] == "f" or x.type == "bf16")
+    joined = isinstance(x.operands[0], Pair) or len(x.operands) > 3
+    return None if joined or "ftz" in x.modifiers else compute(x, program, function, x.type, "pred")
 
 
 @decodes("selp")
@@ -610,8 +408,6 @@ def convert_address(x: Instruction, program: Any) -> Run:
     offset = np.uint64(SHARED_WINDOW)
     if "to" in x.modifiers:
         return compute(x, program, lambda a: a - offset, "u64", "u64")
-    if isinstance(x.operands[1], Symbol):
-        return compute(x, program, lambda a: a + offset, "u64", "u64")
     return compute(x, program, lambda a: a + offset, "u64", "u64")
 
 
@@ -619,32 +415,24 @@ def convert_address(x: Instruction, program: Any) -> Run:
 def convert(x: Instruction, program: Any) -> Run | None:
     to, of = [word for word in x.modifiers if is_type(word)][-2:]
     words = set(x.modifiers)
+    if words & {"relu", "satfinite", "sat", "ftz"} or (of, to) == ("bf16", "bf16"):
+        return None
     if to in PACKED:
-        if of != "f32" or "rn" not in words or words & {"relu", "satfinite"}:
+        if of != "f32" or "rn" not in words:
             return None
-        half = bits_of_bf16 if to == "bf16x2" else bits_of_half
+        half = narrow_bf16 if to == "bf16x2" else bits_of_half
         # The first operand becomes the upper half.
         return compute(
             x, program, lambda a, b: half(a).astype(np.uint32) << 16 | half(b), "f32", "b32"
         )
     if to == "tf32":
-        if "rna" not in words:
-            return None
-        return compute(x, program, round_tf32, "f32", "b32")
-    if words & {"relu", "satfinite"} or (of, to) == ("bf16", "bf16"):
-        return None
+        return compute(x, program, round_tf32, "f32", "b32") if "rna" in words else None
     function = conversion(of, to, words)
-    if function is None:
-        return None
-    return compute(x, program, function, of, to)
+    return None if function is None else compute(x, program, function, of, to)
 
 
 def bits_of_half(a: np.ndarray) -> np.ndarray:
     return canonical(a.astype(np.float16)).view(np.uint16)
-
-
-def bits_of_bf16(a: np.ndarray) -> np.ndarray:
-    return narrow_bf16(a)
 
 
 def round_tf32(a: np.ndarray) -> np.ndarray:
@@ -655,51 +443,14 @@ def round_tf32(a: np.ndarray) -> np.ndarray:
 
 def conversion(of: str, to: str, words: set[str]) -> Callable | None:
     of_float, to_float = (type[0] == "f" or type == "bf16" for type in (of, to))
-    if not of_float and not to_float:
-        return between_integers(of, to, "sat" in words)
-    if of_float and not to_float:
-        return to_integer(of, to, words)
-    rounding = next((word for word in ROUNDINGS if word in words), "rn")
-    inner = (integral_rounding(words) if of_float else None) or (lambda a: a)
-    narrows = width(to) < width(of) or (of, to) in (("f16", "bf16"), ("bf16", "f16"))
-    if rounding != "rn" and (narrows or not of_float):
-        if to != "f32":
-            return None
-
-        def function(a: np.ndarray) -> np.ndarray:
-            return canonical(round_float32(inner(a).astype(np.float64), rounding))
-
-    elif to == "bf16":
-        if of == "f64":
-            return None
-        function = lambda a: inner(a).astype(np.float32)  # noqa: E731
-    else:
-        function = lambda a: canonical(inner(a).astype(FLOAT[width(to)]))  # noqa: E731
-    if "ftz" in words:
-        unflushed = function
-
-        def function(a: np.ndarray) -> np.ndarray:
-            result = unflushed(flush(a) if of == "f32" else a)
-            return flush(result) if to == "f32" else result
-
-    if "sat" in words:
-        unbounded = function
-
-        def function(a: np.ndarray) -> np.ndarray:
-            result = unbounded(a)
-            return np.where(np.isnan(result), 0, np.clip(result, 0, 1)).astype(result.dtype)
-
-    return function
-
-
-def between_integers(of: str, to: str, saturates: bool) -> Callable:
+    if not to_float:
+        as_type = numpy_type(to)
+        return to_integer(of, to, words) if of_float else lambda a: a.astype(as_type)
+    if words & {"rz", "rm", "rp"} or (of, to) == ("f64", "bf16"):
+        return None
+    whole = (integral_rounding(words) if of_float else None) or (lambda a: a)
     as_type = numpy_type(to)
-    if not saturates:
-        return lambda a: a.astype(as_type)
-    limits = np.iinfo(as_type)
-    own = np.iinfo(numpy_type(of))
-    low, high = max(limits.min, own.min), min(limits.max, own.max)
-    return lambda a: np.clip(a, low, high).astype(as_type)
+    return lambda a: canonical(whole(a).astype(as_type))
 
 
 def integral_rounding(words: set[str]) -> Callable | None:
@@ -719,8 +470,6 @@ def to_integer(of: str, to: str, words: set[str]) -> Callable | None:
         of_nan = limits.min if to[0] == "s" else 1 << (width(to) - 1)
 
     def function(a: np.ndarray) -> np.ndarray:
-        if "ftz" in words and of == "f32":
-            a = flush(a)
         whole = rounded(a.astype(np.float64))
         high, low = whole >= float(limits.max), whole <= float(limits.min)
         inside = np.where(high | low | np.isnan(whole), 0.0, whole).astype(as_type)

@@ -8,10 +8,10 @@ import numpy as np
 
 # Opcode → class; other opcodes are "float", "double" or "integer" by their type.
 CLASSES = {
-    **dict.fromkeys(("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt", "div"), "special"),
+    **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt", "div"), "special"),
     **dict.fromkeys(("mov", "selp", "prmt", "cvta"), "move"),
     **dict.fromkeys(("bra", "ret", "exit"), "branch"),
-    **dict.fromkeys(("shfl", "vote", "redux", "match", "activemask"), "warp"),
+    **dict.fromkeys(("shfl", "vote", "redux"), "warp"),
     **dict.fromkeys(("bar", "barrier", "fence", "membar", "griddepcontrol"), "barrier"),
     **dict.fromkeys(("ldmatrix", "stmatrix"), "shared"),
     **dict.fromkeys(("mma", "wgmma"), "tensor"),

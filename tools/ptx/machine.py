@@ -91,7 +91,7 @@ def program(ptx: str) -> Program:
 # A mask of no thread; None is one of all.
 NOBODY = False
 # Their last operand is a mask of the threads that take part.
-MASKED = ("shfl", "vote", "redux", "match", "bar")
+MASKED = ("shfl", "vote", "redux", "bar")
 
 
 class Machine:
@@ -157,6 +157,15 @@ class Machine:
     def hazard(self, kind: str, of: Instruction, lane: int, what: str = "") -> Hazard:
         thread, cta = int(self.thread_number[lane]), int(self.cta_number[lane]) - 1
         return Hazard(kind, of, thread, cta, what)
+
+    def refuse(
+        self, kind: str, of: Instruction, lanes: np.ndarray, wrong: np.ndarray,
+        what: str | Callable[[int], str] = "",
+    ) -> None:  # fmt: skip
+        """Raise the hazard of the first access (lanes, ...) of which something is wrong."""
+        if wrong.any():
+            at = int(np.flatnonzero(wrong.reshape(len(lanes), -1).any(1))[0])
+            raise self.hazard(kind, of, lanes[at], what if isinstance(what, str) else what(at))
 
     # Control flow
 

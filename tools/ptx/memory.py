@@ -6,7 +6,7 @@ unless both are by one thread, or by one warp with a ``bar.warp.sync`` between t
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,9 +98,7 @@ class Global:
         self, m: "Machine", of: Instruction, address: np.ndarray, size: int, lanes: np.ndarray
     ) -> Iterator[tuple[Region, Any, np.ndarray]]:
         """Each region, which of the accesses are to it (None: all), and their places in it."""
-        if np.bitwise_or.reduce(address) & np.uint64(size - 1):
-            at = int(np.flatnonzero(address & np.uint64(size - 1))[0])
-            raise m.hazard("alignment", of, lanes[at], f"{size} bytes at {int(address[at]):#x}")
+        m.refuse("alignment", of, lanes, address & np.uint64(size - 1), place(address, size))
         region = self.recent.get(of.index)
         if region is not None:
             offset = address - np.uint64(region.start)
@@ -119,9 +117,7 @@ class Global:
                 chosen = None if mine.all() else np.flatnonzero(mine)
                 places = (address if chosen is None else address[chosen]) - np.uint64(region.low)
                 yield region, chosen, places // np.uint64(size)
-        if left.any():
-            at = int(np.flatnonzero(left)[0])
-            raise m.hazard("bounds", of, lanes[at], f"{size} bytes at {int(address[at]):#x}")
+        m.refuse("bounds", of, lanes, left, place(address, size))
 
     def read(
         self, m: "Machine", of: Instruction, address: np.ndarray, size: int, lanes: np.ndarray
@@ -152,9 +148,7 @@ class Global:
 
     def note_read(self, m, of, region, places, size, lanes) -> None:
         if region.written is not None:
-            missing = ~region.written.reshape(-1, size)[places].all(1)
-            if missing.any():
-                raise m.hazard("unwritten", of, lanes[np.flatnonzero(missing)[0]])
+            m.refuse("unwritten", of, lanes, ~region.written.reshape(-1, size)[places])
         region.shadows(self.grain)
         cta = m.cta_number[lanes][:, None]
         if region.writer is not None:
@@ -171,29 +165,29 @@ class Global:
 
     def check_writer(self, m, of, region, places, size, lanes, cta) -> None:
         """Who wrote a place last in this launch, did so before."""
-        self.check_other_ctas(m, of, region, places, size, lanes, cta)
-        writer = self.rows(region.writer, size)[places]
+        self.check_ctas(m, of, region, places, size, lanes, cta, "writes")
+        writer, thread = (self.rows(x, size)[places] for x in (region.writer, region.thread))
         now = (writer == cta) & (self.rows(region.epoch, size)[places] == m.epoch[lanes][:, None])
-        now &= self.rows(region.thread, size)[places] != m.thread_number[lanes][:, None]
-        if now.any():
-            at = np.flatnonzero(now.any(1))[0]
-            other = int(self.rows(region.thread, size)[places][at].max())
-            raise m.hazard("race", of, lanes[at], f"thread {other} writes there")
+        now &= thread != m.thread_number[lanes][:, None]
+        m.refuse("race", of, lanes, now, lambda at: f"thread {thread[at].max()} writes there")
 
-    def check_other_ctas(self, m, of, region, places, size, lanes, cta) -> None:
-        writer = self.rows(region.writer, size)[places]
-        if ((writer != 0) & (writer != cta)).any():
-            known = self.happened(writer, self.rows(region.write_time, size)[places], cta)
-            if not known.all():
-                at = np.flatnonzero(~known.all(1))[0]
-                other = int(writer[at].max()) - 1
-                raise m.hazard("grid race", of, lanes[at], f"CTA {other} writes there")
+    def check_ctas(self, m, of, region, places, size, lanes, cta, what: str) -> None:
+        """What other CTAs did at a place, "reads" or "writes", is known to be over."""
+        shadows = {"reads": (region.reader, region.read_time)}.get(what) or (
+            region.writer, region.write_time,
+        )  # fmt: skip
+        other, time = (self.rows(shadow, size)[places] for shadow in shadows)
+        if ((other != 0) & (other != cta)).any():
+            known = self.happened(other, time, cta)
+            m.refuse(
+                "grid race", of, lanes, ~known, lambda at: f"CTA {other[at].max() - 1} {what} there"
+            )
 
     def note_write(self, m, of, region, places, size, lanes, new) -> None:
         region.shadows(self.grain)
         region.writer_shadows(self.grain)
         cta = m.cta_number[lanes][:, None]
-        self.check_other_ctas(m, of, region, places, size, lanes, cta)
+        self.check_ctas(m, of, region, places, size, lanes, cta, "writes")
         # A thread that writes what is there already races with none of its CTA.
         changed = region.views[size][places] != new
         if changed.ndim == 2:
@@ -202,14 +196,12 @@ class Global:
             where = np.flatnonzero(changed)
             some = (places[where], size, lanes[where], cta[where])
             self.check_writer(m, of, region, *some)
-            self.check_readers(m, of, region, *some)
+            self.check_ctas(m, of, region, *some, "reads")
         writers = self.rows(region.writer, size)
         threads = self.rows(region.thread, size)
         writers[places] = cta
         threads[places] = m.thread_number[lanes][:, None]
-        if (writers[places] != cta).any():
-            at = np.flatnonzero((writers[places] != cta).any(1))[0]
-            raise m.hazard("grid race", of, lanes[at], "another CTA writes there")
+        m.refuse("grid race", of, lanes, writers[places] != cta, "another CTA writes there")
         if (threads[places] != m.thread_number[lanes][:, None]).any():
             check_equal(m, of, places, new, lanes)
         self.rows(region.epoch, size)[places] = m.epoch[lanes][:, None]
@@ -217,14 +209,6 @@ class Global:
             self.rows(region.write_time, size)[places] = self.time
         if region.written is not None:
             region.written.reshape(-1, size)[places] = True
-
-    def check_readers(self, m, of, region, places, size, lanes, cta) -> None:
-        reader = self.rows(region.reader, size)[places]
-        if ((reader != 0) & (reader != cta)).any():
-            known = self.happened(reader, self.rows(region.read_time, size)[places], cta)
-            if not known.all():
-                at = np.flatnonzero(~known.all(1))[0]
-                raise m.hazard("grid race", of, lanes[at], "another CTA reads there")
 
     def happened(self, other: np.ndarray, time: np.ndarray, cta: np.ndarray) -> np.ndarray:
         """Whether accesses of other CTAs are known to be over, from atomics that were acquired."""
@@ -269,6 +253,10 @@ class Global:
             self.released[place] = {**self.released.get(place, {}), **known}
 
 
+def place(address: np.ndarray, size: int) -> Callable[[int], str]:
+    return lambda at: f"{size} bytes at {int(address[at]):#x}"
+
+
 def turns(places: np.ndarray) -> Iterator[np.ndarray]:
     """Indices of accesses such that none of a turn shares a place, all of them in the end."""
     order = np.argsort(places, kind="stable")
@@ -304,12 +292,11 @@ class Shared:
     def places(self, m, of, address: np.ndarray, size: int, lanes: np.ndarray) -> np.ndarray:
         """Addresses in the shared window as places of ``size`` bytes."""
         offset = address.astype(np.int64) - SHARED_BASE
-        if np.bitwise_or.reduce(offset) & (size - 1):
-            at = int(np.flatnonzero(offset & (size - 1))[0])
-            raise m.hazard("alignment", of, lanes[at], f"{size} bytes at {int(address[at]):#x}")
-        if offset.min() < 0 or offset.max() > self.size - size:
-            at = int(np.flatnonzero((offset < 0) | (offset > self.size - size))[0])
-            raise m.hazard("bounds", of, lanes[at], f"shared byte {int(offset[at])} of {self.size}")
+        m.refuse("alignment", of, lanes, offset & (size - 1), place(address, size))
+        outside = (offset < 0) | (offset > self.size - size)
+        m.refuse(
+            "bounds", of, lanes, outside, lambda at: f"shared byte {offset[at]} of {self.size}"
+        )
         return (offset + m.shared_start[lanes]) // size
 
     def rows(self, shadow: np.ndarray, size: int) -> np.ndarray:
@@ -367,25 +354,23 @@ class Shared:
         epoch = self.rows(self.write_epoch, size)[places]
         writer = self.rows(self.writer, size)[places]
         me, now = m.lane[lanes][:, None], m.epoch[lanes][:, None]
-        if (epoch == UNWRITTEN).any():
-            at = np.flatnonzero((epoch == UNWRITTEN).any(1))[0]
-            raise m.hazard("unwritten", of, lanes[at])
+        m.refuse("unwritten", of, lanes, epoch == UNWRITTEN)
         copied = epoch == COPIED
         if copied.any():
             done = m.copies_done_at[self.rows(self.copy, size)[places], writer]
-            if (copied & (done == COPIED)).any():
-                at = np.flatnonzero((copied & (done == COPIED)).any(1))[0]
-                raise m.hazard("asynchronous", of, lanes[at], "its copy was not waited for")
+            in_flight = copied & (done == COPIED)
+            m.refuse("asynchronous", of, lanes, in_flight, "its copy was not waited for")
             epoch = np.where(copied, done, epoch)
             over = (epoch < now).all(1)
             self.rows(self.write_epoch, size)[places[over]] = epoch[over]
         ordered = (epoch < now) | ((writer == me) & (not by_warp))
         past = self.rows(self.write_warp_epoch, size)[places] < m.warp_epoch[lanes][:, None]
         ordered |= (writer // 32 == me // 32) & past & ~copied
-        if not ordered.all():
-            at = np.flatnonzero(~ordered.all(1))[0]
-            other = int(writer[at][~ordered[at]][0]) % m.threads
-            raise m.hazard("race", of, lanes[at], f"thread {other} writes there")
+        other = writer % m.threads
+        m.refuse(
+            "race", of, lanes, ~ordered,
+            lambda at: f"thread {other[at][~ordered[at]][0]} writes there",
+        )  # fmt: skip
 
     def note_write(self, m, of, places, size, lanes, values) -> None:
         now, me = m.epoch[lanes][:, None], m.lane[lanes][:, None]
@@ -424,9 +409,7 @@ class Shared:
         past = self.rows(self.read_warp_epoch, size)[places] < m.warp_epoch[lanes][:, None]
         ordered = (self.rows(self.read_epoch, size)[places] < now) | (reader == me)
         ordered |= self.in_warp(reader, me) & past
-        if not ordered.all():
-            at = np.flatnonzero(~ordered.all(1))[0]
-            raise m.hazard("race", of, lanes[at], "another thread reads there")
+        m.refuse("race", of, lanes, ~ordered, "another thread reads there")
         if self.product is not None:
             self.check_products(m, of, places, size, lanes)
 
@@ -455,9 +438,8 @@ class Shared:
         ``first``: the groups' first threads.
         """
         offset = address - SHARED_BASE
-        if offset.min() < 0 or offset.max() > self.size - size:
-            outside = ((offset < 0) | (offset > self.size - size)).reshape(len(first), -1).any(1)
-            raise m.hazard("bounds", of, first[np.flatnonzero(outside)[0]], "of its matrix")
+        outside = (offset < 0) | (offset > self.size - size)
+        m.refuse("bounds", of, first, outside, "of its matrix")
         lane = first.reshape(-1, *[1] * (address.ndim - 1))
         places = (offset + m.shared_start[lane]) // size
         grains = (places * size // self.grain).reshape(len(first), -1)
@@ -472,8 +454,7 @@ class Shared:
             ("race", epoch >= now),
             ("fence", self.fence[grains] >= m.fences[writer]),
         ):
-            if wrong.any():
-                raise m.hazard(kind, of, first[np.flatnonzero(wrong.any(1))[0]], "of its matrix")
+            m.refuse(kind, of, first, wrong, "of its matrix")
         self.product[grains] = m.products.serial
         self.product_group[grains] = first[:, None]
         return self.views[size][places]

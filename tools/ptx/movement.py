@@ -161,8 +161,6 @@ def load_parameter(x: Instruction, program: Any) -> Run:
 CHANGES: dict[str, Callable] = {
     "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "exch": lambda old, new: new, "min": np.minimum, "max": np.maximum,
-    "inc": lambda old, new: np.where(old >= new, old * 0, old + 1),
-    "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - 1),
 }  # fmt: skip
 
 
@@ -233,8 +231,6 @@ def copy(x: Instruction, program: Any) -> Run | None:
     if "wait_group" in words:
         pending = x.operands[0].bits
         return lambda m, mask: wait(m, mask, pending)
-    if "wait_all" in words:
-        return wait_all
     if not isinstance(x.operands[2], Immediate):
         return None
     size = x.operands[2].bits
@@ -282,8 +278,3 @@ def wait(m: Any, mask: Any, pending: int) -> None:
         now_done = (m.copies_done <= group) & (group < done)
         m.copies_done_at[group] = np.where(now_done, m.epoch, m.copies_done_at[group])
     m.copies_done = done.astype(np.int32)
-
-
-def wait_all(m: Any, mask: Any) -> None:
-    commit(m, mask)
-    wait(m, mask, 0)

@@ -287,12 +287,8 @@ class Products:
         for register in x.registers() if self.open else ():
             serial = self.open.get(register)
             if serial is not None:
-                at = self.under_way.get(serial, True)
-                busy = np.flatnonzero(
-                    np.broadcast_to(at, self.size) & (True if mask is None else mask)
-                )
-                if len(busy):
-                    raise m.hazard("asynchronous", x, busy[0], "a product is at its register")
+                busy = np.broadcast_to(self.under_way.get(serial, True), self.size)[m.lanes(mask)]
+                m.refuse("asynchronous", x, m.lanes(mask), busy, "a product is at its register")
 
     def check_fence(self, m: Any, x: Instruction, mask: Any) -> None:
         used = list(x.registers(x.operands[:1]))

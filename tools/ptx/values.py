@@ -191,16 +191,6 @@ def _fma_of_fractions(x: float, y: float, z: float) -> float:
         return math.inf if exact > 0 else -math.inf
 
 
-def round_float32(x: np.ndarray, rounding: str) -> np.ndarray:
-    """Float64 values that are exact, or rounded to odd, as float32."""
-    nearest = x.astype(np.float32)
-    if rounding == "rn":
-        return nearest
-    towards = {"rz": np.copysign(np.float32(0), nearest), "rm": -np.inf, "rp": np.inf}[rounding]
-    past = {"rz": np.abs(nearest) > np.abs(x), "rm": nearest > x, "rp": nearest < x}[rounding]
-    return np.where(past, np.nextafter(nearest, np.float32(towards)), nearest)
-
-
 # The canonical NaNs: PTX keeps payloads of NaN in double precision only.
 NAN = {2: np.array([0x7FFF], np.uint16), 4: np.array([0x7FFFFFFF], np.uint32)}
 

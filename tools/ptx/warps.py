@@ -97,41 +97,27 @@ def check_members(m: Any, x: Instruction, mask: Any, named: np.ndarray, source: 
         return
     named = named.astype(np.int64)
     wrong = taking_part(m, mask) & ((named >> np.arange(32) & 1 == 0) | (named >> source & 1 == 0))
-    if wrong.any():
-        lane = int(np.flatnonzero(wrong)[0])
-        raise m.hazard("convergence", x, lane, "a thread outside of the mask")
+    m.refuse("convergence", x, m.lane, wrong, "a thread outside of the mask")
 
 
 @decodes("vote")
 def vote(x: Instruction, program: Any) -> Run | None:
-    how = x.modifiers[1]
+    if x.modifiers[1] != "ballot":
+        return None
     value, members = (
         reader(operand, type, program.entry.symbols)
         for operand, type in zip(x.operands[1:], ("pred", "u32"), strict=True)
     )
-    write = writer(x.operands[0], "b32" if how == "ballot" else "pred")
-    place = np.arange(32)
+    write = writer(x.operands[0], "b32")
 
     def run(m: Any, mask: Any) -> None:
         named = warp_values(m, members(m.registers))
-        check_members(m, x, mask, named, place)
-        yes = warp_values(m, value(m.registers))
-        if how == "ballot" and mask is None and (named == EVERYONE).all():
-            bits = np.packbits(yes, axis=1, bitorder="little").view(np.uint32)
-            write(m.registers, np.repeat(bits, 32), mask)
-            return
-        yes, part = yes[:, None, :], members_of(named)
-        if how == "ballot":
-            result = ((yes & part) @ (np.int64(1) << place)).astype(np.uint32)
-        elif how == "any":
-            result = (yes & part).any(2)
-        elif how == "all":
-            result = (yes | ~part).all(2)
-        else:
-            result = (yes | ~part).all(2) | ~(yes & part).any(2)
-        write(m.registers, result.reshape(-1), mask)
+        check_members(m, x, mask, named, np.arange(32))
+        yes = warp_values(m, value(m.registers)) & taking_part(m, mask)
+        bits = np.packbits(yes, axis=1, bitorder="little").view(np.uint32)
+        write(m.registers, np.repeat(bits, 32) & named.reshape(-1), mask)
 
-    return run if how in ("ballot", "any", "all", "uni") else None
+    return run
 
 
 REDUCTIONS = {
@@ -165,17 +151,6 @@ def reduce(x: Instruction, program: Any) -> Run | None:
         else:
             result = np.repeat(function.reduce(values, axis=1, dtype=as_type), 32)
         write(m.registers, result.reshape(-1), mask)
-
-    return run
-
-
-@decodes("activemask")
-def active_mask(x: Instruction, program: Any) -> Run:
-    write = writer(x.operands[0], "b32")
-
-    def run(m: Any, mask: Any) -> None:
-        active = taking_part(m, mask) @ (np.int64(1) << np.arange(32))
-        write(m.registers, np.repeat(active.astype(np.uint32), 32), mask)
 
     return run
 
