@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from .case import REFERENCE, Case, Provider, call
 from .features import features
 from .group import DEVICE, Group
 from .measure import quartiles
-from .report import RESULTS, milliseconds
+from .report import RESULTS, fill, milliseconds
 
 PAGE = Path(__file__).parents[1] / "docs/coming_from.md"
 FOLDER = RESULTS / "other_packages"
@@ -524,10 +523,8 @@ def main() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
     result = json.loads(file.read_text())
-    text = PAGE.read_text(encoding="utf-8")
-    marks = r"(?<=<!-- other packages -->\n).*?(?=\n?<!-- end -->)"
-    before, after = re.split(marks, text, flags=re.DOTALL)
-    PAGE.write_text(f"{before}{table(result)}\n{after.lstrip()}", encoding="utf-8")
+    marks = "<!-- other packages -->", "<!-- end -->"
+    PAGE.write_text(fill(PAGE.read_text(), table(result), *marks))
 
 
 if __name__ == "__main__":

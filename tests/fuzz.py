@@ -7,7 +7,7 @@ NaN behind them, layouts, options set at construction or later, autocast, and ho
 Value and every gradient are compared in float64, the gradient taken in one of `WAYS`; in some calls
 a real number is NaN.
 
-An error is allowed up to the table of `tools/tolerance.py`, relative to the larger of the
+An error is allowed up to the table of `tests/support/compare.py`, relative to the larger of the
 value and of the terms it is made of, plus ten times what rounding the inputs once would change.
 """
 

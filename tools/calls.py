@@ -59,9 +59,7 @@ def given(*shape: int, dtype: torch.dtype = torch.float32) -> Made:
     return Made(shape, dtype)
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Made:
-    """Labels, or a mask."""
-    return Made(shape, dtype)
+numbers = partial(given, dtype=torch.int64)  # labels, or a mask
 
 
 def pair(

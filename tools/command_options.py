@@ -6,11 +6,12 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin
 
+from bench.report import fill
 from fastkd.cli.main import COMMANDS, options_for
 from fastkd.train.options import Option
 
 PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
-BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
+BEGIN = "<!-- Options, by `python -m tools.command_options` -->"
 END = "<!-- end of options -->"
 PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}
 
@@ -59,10 +60,7 @@ def table(command: str) -> Iterator[str]:
 
 def page(text: str) -> str:
     """``text`` with its tables as the code has them."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    written = "\n".join(line for command in COMMANDS for line in table(command))
-    return f"{before}{BEGIN}{written}\n{END}{after}"
+    return fill(text, "\n".join(line for name in COMMANDS for line in table(name)), BEGIN, END)
 
 
 if __name__ == "__main__":

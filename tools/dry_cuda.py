@@ -219,7 +219,7 @@ class Device:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context in which CUDA tensors have no data and kernels do not run."""
-        nothing = contextlib.nullcontext
+        nothing, properties = contextlib.nullcontext, mock.Mock(multi_processor_count=132)
         run = JITFunction.run
 
         def checked(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -241,11 +241,7 @@ class Device:
                 (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
-                (
-                    torch.cuda,
-                    "get_device_properties",
-                    lambda device: mock.Mock(multi_processor_count=132),
-                ),
+                (torch.cuda, "get_device_properties", lambda device: properties),
                 (torch.cuda, "is_current_stream_capturing", lambda: False),
                 (VocabularyMatch, "columns", columns_on_device),
                 (extension, "CUDA", extension.CPU),

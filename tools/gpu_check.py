@@ -92,8 +92,9 @@ def correct(options: argparse.Namespace) -> Iterator[Item]:
     """Plans, streams, threads, captures, each kernel once; new kernels under compute-sanitizer."""
     yield Item("memcheck of new kernels", memcheck, 80.0)
     for name in ("another_stream", "two_threads", "graphed_callables"):
-        yield item(name, pytest, "tests/test_gpu.py", "-k", name)
-    yield Item("calls with plans", planned_calls)
+        yield item(name, module, "pytest", "tests/test_gpu.py", "-k", name)
+    planned = "tests.kernels.planned", "--device", "cuda", "--every", "300"
+    yield item("calls with plans", module, *planned)
     for name, (case, provider) in pairs().items():
         if provider.name in ("fastkd triton", "fastkd"):
             yield item(f"correct {name}", right, case, provider)
@@ -134,11 +135,6 @@ def made(case: Case, provider: Provider) -> dict[str, Any]:
     return case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
 
 
-def planned_calls() -> None:
-    needs_gpu()
-    command(sys.executable, "-m", "tests.kernels.planned", "--device", "cuda", "--every", "300")
-
-
 def memcheck() -> None:
     """Kernels that no GPU has run yet under compute-sanitizer, at toy sizes."""
     tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
@@ -156,10 +152,11 @@ def needs_gpu() -> None:
         raise LeftOut("needs a CUDA device")
 
 
-def pytest(*arguments: str, seconds: float = 50.0) -> None:
+def module(*arguments: str, seconds: float = 50.0) -> None:
+    """Run a module as a command, with one thread."""
     needs_gpu()
     one_thread = {"OMP_NUM_THREADS": "1"}
-    command(sys.executable, "-m", "pytest", *arguments, seconds=seconds, environment=one_thread)
+    command(sys.executable, "-m", *arguments, seconds=seconds, environment=one_thread)
 
 
 def command(
@@ -312,8 +309,8 @@ def tests(options: argparse.Namespace) -> Iterator[Item]:
     """The parity tests on CUDA, a file at a time, and the tests marked gpu."""
     out = Path(options.out).resolve()
     for path in PARITY:
-        given = [path, "-k", WITHOUT, f"--junitxml={out / Path(path).stem}.xml"]
-        yield Item(path, functools.partial(pytest, *given, seconds=200.0), 215.0)
+        given = ["pytest", path, "-k", WITHOUT, f"--junitxml={out / Path(path).stem}.xml"]
+        yield Item(path, functools.partial(module, *given, seconds=200.0), 215.0)
 
 
 @group(120)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 import fastkd
 from fastkd.kernels import cayley
+from tests.support.compare import TOLERANCE
 from tools import calls
 from tools.calls import Call, Made, given, learns, numbers
 from tools.compile_report import Form, describe, recorded
 from tools.dry_cuda import Device, problem
 from tools.executed import executing
-from tools.tolerance import TOLERANCE
 
 MAGNIFIED = 16  # moves inputs far enough to be measured in float64
 LARGEST = 2**20  # elements of a call's inputs, which take seconds to execute

@@ -12,7 +12,6 @@ import collections
 import functools
 import operator
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -91,13 +90,6 @@ def line(cost: Cost) -> str:
     return f"{cost.kernel}: {numbers}; {', '.join(classes)}"
 
 
-def chosen(losses: list[str]) -> Iterator[Case]:
-    by_key = {case.key: case for case in suite.every_case()}
-    for key in CASES:
-        if not losses or by_key[key].loss in losses:
-            yield by_key[key]
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.executed.count", description=__doc__)
     parser.add_argument("losses", nargs="*", help="losses of the benchmarks (default: all)")
@@ -107,7 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := sorted({*options.losses} - {*known}):
         parser.error(f"no counts of {', '.join(unknown)}; choose from {', '.join(known)}")
     torch.manual_seed(0)
-    for case in chosen(options.losses):
+    by_key = {case.key: case for case in suite.every_case()}
+    for case in (by_key[key] for key in CASES):
+        if options.losses and case.loss not in options.losses:
+            continue
         print(case.key, *map(line, of_case(case, options.capability)),
               sep="\n  ", flush=True)  # fmt: skip
     return 0

@@ -142,7 +142,7 @@ INTEGER = {
          "xor", "not")  # fmt: skip
 def plain(x: Instruction, program: Any) -> Run | None:
     type, words = x.type, x.modifiers
-    if type[0] in "usbp" and type != "bf16":
+    if type[0] in "usbp" and type not in ("bf16", "bf16x2"):
         return integers(x, program)
     if x.opcode == "div":
         return division(x, program)

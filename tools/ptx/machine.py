@@ -154,6 +154,14 @@ class Machine:
     def lanes(self, mask: Any) -> np.ndarray:
         return self.lane if mask is None else np.flatnonzero(mask)
 
+    def spread(self, values: np.ndarray, mask: Any) -> np.ndarray:
+        """Values of a mask's threads as an array over all."""
+        if mask is None:
+            return values
+        whole = np.zeros(self.size, values.dtype)
+        whole[mask] = values
+        return whole
+
     def hazard(self, kind: str, of: Instruction, lane: int, what: str = "") -> Hazard:
         thread, cta = int(self.thread_number[lane]), int(self.cta_number[lane]) - 1
         return Hazard(kind, of, thread, cta, what)

@@ -71,11 +71,7 @@ def load(x: Instruction, program: Any) -> Run | None:
         values = read(m, x, space, at, size, lanes)
         values = values.view(each).reshape(len(lanes), -1)
         for place, write in enumerate(writes):
-            value = np.ascontiguousarray(values[:, place])
-            if mask is not None:
-                spread = np.zeros(m.size, each)
-                spread[lanes] = value
-                value = spread
+            value = m.spread(np.ascontiguousarray(values[:, place]), mask)
             write(m.registers, value.view(as_type), mask)
 
     return run
@@ -211,9 +207,7 @@ def atomic(x: Instruction, program: Any) -> Run | None:
             olds = m.memory.atomic(m, x, at, size, lanes, change, ordered)
         else:
             olds = m.shared.atomic(m, x, at, size, lanes, change)
-        spread = np.zeros(m.size, bits)
-        spread[lanes] = olds
-        written(m.registers, spread, mask)
+        written(m.registers, m.spread(olds.astype(bits), mask), mask)
 
     return run
 

@@ -37,6 +37,18 @@ def numbers(bits: np.ndarray, type: str) -> np.ndarray:
     return bits.view(np.float32).astype(np.float64)
 
 
+def tiles(m: Any, reads: list, lanes: np.ndarray, bits: int, type: str) -> list[np.ndarray]:
+    """The registers of these threads as tiles of numbers."""
+    registers = (np.broadcast_to(get(m.registers), m.size)[lanes] for get in reads)
+    return [numbers(tiles_of(x, bits), type) for x in registers]
+
+
+def rows_of(m: Any, reads: list, lanes: np.ndarray, bits: int, type: str) -> np.ndarray:
+    """A's rows (warps, 16, K), whose tiles go down first."""
+    found = tiles(m, reads, lanes, bits, type)
+    return np.concatenate([np.concatenate(found[half::2], 2) for half in (0, 1)], 1)
+
+
 # Bits of an element, and the type of sums.
 KINDS = {"f16": (16, "f32"), "bf16": (16, "f32"), "tf32": (32, "f32"), "s8": (8, "s32")}
 
@@ -72,17 +84,9 @@ def multiply(x: Instruction, program: Any) -> Run | None:
     writes = [writer(item, sums) for item in d]
 
     def run(m: Any, mask: Any) -> None:
-        def tiles(reads: list) -> list[np.ndarray]:
-            return [
-                numbers(tiles_of(np.broadcast_to(get(m.registers), m.size), bits), a_type)
-                for get in reads
-            ]
-
-        ta, tb = tiles(read_a), tiles(read_b)
-        # A's tiles go down first, B's columns are a tile's rows.
-        rows = [np.concatenate(ta[half::2], 2) for half in (0, 1)]
-        columns = np.concatenate(tb, 2).swapaxes(1, 2)
-        product = np.concatenate(rows, 1) @ columns  # (warps, 16, 8)
+        # B's columns are a tile's rows.
+        columns = np.concatenate(tiles(m, read_b, m.lane, bits, a_type), 2).swapaxes(1, 2)
+        product = rows_of(m, read_a, m.lane, bits, a_type) @ columns  # (warps, 16, 8)
         own = product[:, np.r_[ROW, ROW + 8].reshape(2, 1, 32), 2 * COLUMN + np.arange(2)[:, None]]
         for place, (get, write) in enumerate(zip(read_c, writes, strict=True)):
             before = np.broadcast_to(get(m.registers), m.size)
@@ -112,11 +116,7 @@ def load_matrices(x: Instruction, program: Any) -> Run | None:
         registers = np.ascontiguousarray(tiles).view(np.uint32).reshape(-1, count, 32)
         for place, write in enumerate(writes):
             value = np.ascontiguousarray(registers[:, place]).reshape(-1)
-            if mask is not None:
-                spread = np.zeros(m.size, np.uint32)
-                spread[m.lanes(mask)] = value
-                value = spread
-            write(m.registers, value, mask)
+            write(m.registers, m.spread(value, mask), mask)
 
     return run
 
@@ -215,12 +215,7 @@ def group_product(x: Instruction, program: Any) -> Run | None:
         lanes, R = m.lanes(mask), m.registers
         groups = len(lanes) // 128
         if in_registers:
-            tiles = [
-                numbers(tiles_of(np.broadcast_to(get(R), m.size)[lanes], bits), a_type)
-                for get in read_a
-            ]
-            rows = [np.concatenate(tiles[half::2], 2) for half in (0, 1)]
-            left = np.concatenate(rows, 1).reshape(groups, 64, K)
+            left = rows_of(m, read_a, lanes, bits, a_type).reshape(groups, 64, K)
         else:
             left = from_shared(m, mask, read_a[0], 64, transpose_a)
         right = from_shared(m, mask, read_b, N, transpose_b)
@@ -231,11 +226,7 @@ def group_product(x: Instruction, program: Any) -> Run | None:
             own = product[:, row, 8 * (place // 4) + 2 * COLUMN + place % 2].reshape(-1)
             before = np.broadcast_to(get(R), m.size)[lanes]
             value = added(own, np.where(kept, before, before.dtype.type(0)))
-            if mask is not None:
-                spread = np.zeros(m.size, value.dtype)
-                spread[lanes] = value
-                value = spread
-            write(R, value, mask)
+            write(R, m.spread(value, mask), mask)
         m.counts.result.mma_flops += 2 * 64 * N * K * groups
 
     return run
