@@ -1,6 +1,6 @@
 // Eigenvalues and eigenvectors of one symmetric matrix by several lanes: the threads of a CUDA
-// block or warp, one lane on a CPU, or CPU threads, by which tests run a block's code. Householder
-// reflections to tridiagonal form, then implicit QL with Wilkinson shifts.
+// block or warp, or one lane on a CPU. Householder reflections to tridiagonal form, then implicit QL
+// with Wilkinson shifts.
 //
 // A block: for reflections and their product each warp has rows, and its lanes have the row's
 // elements. Lane 0 computes the rotations of the next sweep while the other lanes apply those of

@@ -1,5 +1,5 @@
 // Ordered eigenvalues and eigenvectors of one symmetric matrix, of which `fastkd.linalg.roots` forms
-// roots. One source for a CPU's thread, a GPU's warp or block, and the threads of the tests.
+// roots. One source for a CPU's thread and a GPU's warp or block.
 #pragma once
 
 #include "linalg/eigen_lanes.h"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import setup as recipe
+from tests.test_extension import KINDS, check_eigh, matrix
 from tools.cuda_source import ptx
 from tools.ptx import Hazard, entries, launch
 
@@ -78,6 +79,14 @@ def test_a_missing_barrier_is_a_race(number, monkeypatch):
     with pytest.raises(Hazard) as raised:
         decomposed(matrices(1, 5), 80, VECTORS)
     assert len(parts) == 19 and raised.value.kind == "race"
+
+
+@pytest.mark.parametrize(("capability", "most"), [(80, ALL), (90, NOTHING)])
+def test_eigenvectors_of_every_kind(capability, most):
+    a = torch.stack([matrix(9, kind) for kind in KINDS])
+    values, V = decomposed(a, capability, most)
+    for each in zip(a, values, V, strict=True):
+        check_eigh(*each)
 
 
 def test_what_is_not_finite_is_nan():

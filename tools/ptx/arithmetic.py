@@ -161,18 +161,12 @@ def plain(x: Instruction, program: Any) -> Run | None:
 def integers(x: Instruction, program: Any) -> Run | None:
     type, words = x.type, x.modifiers
     if x.opcode in ("mul", "mad"):
-        wide = type[0] + str(2 * width(type))
-        if "wide" in words:
-            to = numpy_type(wide)
-            if x.opcode == "mul":
-                return compute(x, program, lambda a, b: a.astype(to) * b, type, wide)
-            return compute(
-                x, program, lambda a, b, c: a.astype(to) * b + c, [type, type, wide], wide
-            )
-        product = high_product if "hi" in words else np.multiply
+        result = type[0] + str(2 * width(type)) if "wide" in words else type
+        to = numpy_type(result)
+        product = high_product if "hi" in words else lambda a, b: a.astype(to, copy=False) * b
         if x.opcode == "mul":
-            return compute(x, program, product, type, type)
-        return compute(x, program, lambda a, b, c: product(a, b) + c, type, type)
+            return compute(x, program, product, type, result)
+        return compute(x, program, lambda a, b, c: product(a, b) + c, [type, type, result], result)
     if "sat" in words or "cc" in words:
         return None
     return compute(x, program, INTEGER[x.opcode], type, type)

@@ -1,6 +1,6 @@
 """Loads, stores, atomics and asynchronous copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -77,36 +77,33 @@ def load(x: Instruction, program: Any) -> Run | None:
     return run
 
 
-def read(m: Any, x: Instruction, space: str, at: Any, size: int, lanes: np.ndarray) -> np.ndarray:
-    if space == "global":
-        return m.memory.read(m, x, at, size, lanes)
-    if space == "shared":
-        return m.shared.read(m, x, at, size, lanes)
+def placed(m: Any, space: str, at: np.ndarray) -> Iterator[tuple[Any, Any, np.ndarray]]:
+    """Each memory, which of the accesses are to it, and their addresses there."""
+    if space != "generic":
+        yield m.memory if space == "global" else m.shared, slice(None), at
+        return
     is_shared = at >= np.uint64(SHARED_WINDOW)
-    if not is_shared.any():
-        return m.memory.read(m, x, at, size, lanes)
-    own = at - np.uint64(SHARED_WINDOW)
-    if is_shared.all():
-        return m.shared.read(m, x, own, size, lanes)
-    here, there = np.flatnonzero(is_shared), np.flatnonzero(~is_shared)
-    some = m.shared.read(m, x, own[here], size, lanes[here])
-    result = np.zeros((len(at), *some.shape[1:]), some.dtype)
-    result[here] = some
-    result[there] = m.memory.read(m, x, at[there], size, lanes[there])
+    for memory, mine, base in ((m.memory, ~is_shared, 0), (m.shared, is_shared, SHARED_WINDOW)):
+        which = np.flatnonzero(mine)
+        if len(which):
+            yield memory, which, at[which] - np.uint64(base)
+
+
+def read(m: Any, x: Instruction, space: str, at: Any, size: int, lanes: np.ndarray) -> np.ndarray:
+    result = None
+    for memory, which, own in placed(m, space, at):
+        values = memory.read(m, x, own, size, lanes[which])
+        if len(values) == len(at):
+            return values
+        if result is None:
+            result = np.zeros((len(at), *values.shape[1:]), values.dtype)
+        result[which] = values
     return result
 
 
 def write(m: Any, x: Instruction, space: str, at: Any, size: int, lanes: Any, values: Any) -> None:
-    if space == "generic":
-        is_shared = at >= np.uint64(SHARED_WINDOW)
-        here, there = np.flatnonzero(is_shared), np.flatnonzero(~is_shared)
-        if len(here):
-            own = at[here] - np.uint64(SHARED_WINDOW)
-            m.shared.write(m, x, own, size, lanes[here], values[here])
-        if len(there):
-            m.memory.write(m, x, at[there], size, lanes[there], values[there])
-        return
-    (m.memory if space == "global" else m.shared).write(m, x, at, size, lanes, values)
+    for memory, which, own in placed(m, space, at):
+        memory.write(m, x, own, size, lanes[which], values[which])
 
 
 @decodes("st")
