@@ -51,6 +51,7 @@ from torch import Tensor
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import capability, cdiv
+from fastkd.kernels.reduction import sum_of
 
 # Steps after which a computed residual is measured: each further step would double the drift.
 STEPS = tl.constexpr(6)
@@ -225,16 +226,6 @@ def _exact_product(
 
 
 @triton.jit
-def _total(partial_ptr, tiles):
-    """Sum of the partial sums of a matrix's programs, in the same order for every reader."""
-    total = tl.zeros((PARTIALS_AT_ONCE,), tl.float32)
-    for first in range(0, tiles, PARTIALS_AT_ONCE):
-        i = first + tl.arange(0, PARTIALS_AT_ONCE)
-        total += tl.load(partial_ptr + i, mask=i < tiles, other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def _read(state_ptr):
     phase = tl.load(state_ptr).to(tl.int32)
     where = tl.load(state_ptr + 1).to(tl.int64)
@@ -267,9 +258,9 @@ def _decide(state, partial_ptr, tiles, n):
     measured, computed, squared = phase == MEASURED, phase == COMPUTED, phase == SQUARED
     r_squares = tl.full((), 0.0, tl.float32)
     if measured | computed | squared:
-        r_squares = _total(partial_ptr, tiles)
+        r_squares = sum_of(partial_ptr, tiles, PARTIALS_AT_ONCE)
     elif products == 0.0:
-        q_squares = _total(partial_ptr + 2 * tiles, tiles)
+        q_squares = sum_of(partial_ptr + 2 * tiles, tiles, PARTIALS_AT_ONCE)
 
     squares = n + q_squares  # ‖I − Q‖²
     refines = measured & (r_squares < tl.where(started > 0.0, 0.81, 0.25))
@@ -302,7 +293,7 @@ def _decide(state, partial_ptr, tiles, n):
     action = tl.where((phase == DONE) | is_hopeless, NOTHING, action)
     starts, steps = action == START, action == STEP
     if action == RESIDUAL:
-        s_squares = _total(partial_ptr + tiles, tiles)
+        s_squares = sum_of(partial_ptr + tiles, tiles, PARTIALS_AT_ONCE)
 
     parts = tl.where((action == RESIDUAL) | exact | squares_again, 3, 1)
     parts = tl.where(starts | stays, 0, parts)

@@ -51,6 +51,7 @@ from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.reduction import sum_of
 from fastkd.kernels.rounding import PRECISE
 
 # Rows summed by one program. More rows are split over programs, and a second pass adds the sums.
@@ -604,7 +605,7 @@ def cos_nce_position_kernel(
     tl.store(partial_ptr + layer * tl.num_programs(0) + program, tl.sum(losses, axis=0))
 
     if dx_ptr is not None:
-        factor *= scale / tl.maximum(_sum_of(counts_ptr, counted, 1024), 1.0)
+        factor *= scale / tl.maximum(sum_of(counts_ptr, counted, 1024), 1.0)
         if upstream_ptr is not None:
             place = i * stride_u_b + p * stride_u_p
             factor *= tl.load(upstream_ptr + place, mask=inside, other=0.0)
@@ -711,7 +712,7 @@ def cos_nce_batch_kernel(
     tl.store(partial_ptr + layer * P + p, tl.sum(losses, axis=0))
 
     if dx_ptr is not None:
-        factor *= scale / tl.maximum(_sum_of(counts_ptr, counted, 1024), 1.0)
+        factor *= scale / tl.maximum(sum_of(counts_ptr, counted, 1024), 1.0)
         if upstream_ptr is not None:
             place = i * stride_u_b + p * stride_u_p
             factor *= tl.load(upstream_ptr + place, mask=inside, other=0.0)
@@ -755,16 +756,6 @@ def cos_nce_count_kernel(
     tl.store(counts_ptr + tl.program_id(0), tl.sum(tl.sum(compared, axis=1), axis=0))
 
 
-@triton.jit
-def _sum_of(x_ptr, count, BLOCK: tl.constexpr):
-    """Sum of ``count`` entries."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        total += tl.load(x_ptr + i, mask=i < count, other=0.0)
-    return tl.sum(total, axis=0)
-
-
 @triton.jit(
     do_not_specialize=["partials", "counts", "scale"],
     do_not_specialize_on_alignment=["counts_ptr"],
@@ -779,8 +770,8 @@ def cos_nce_reduce_kernel(
     scale,
     BLOCK: tl.constexpr,
 ):
-    scale = scale / tl.maximum(_sum_of(counts_ptr, counts, BLOCK), 1.0)
-    tl.store(loss_ptr, _sum_of(partial_ptr, partials, BLOCK) * scale)
+    scale = scale / tl.maximum(sum_of(counts_ptr, counts, BLOCK), 1.0)
+    tl.store(loss_ptr, sum_of(partial_ptr, partials, BLOCK) * scale)
     if scale_ptr is not None:
         tl.store(scale_ptr, scale)
 

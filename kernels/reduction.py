@@ -13,6 +13,16 @@ from torch import Tensor
 from fastkd._core.operator import launch_kernel
 
 
+@triton.jit
+def sum_of(x_ptr, count, BLOCK: tl.constexpr):
+    """Sum of ``count`` float32 entries, in the same order for every program that reads them."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + i, mask=i < count, other=0.0)
+    return tl.sum(total, axis=0)
+
+
 @triton.jit(do_not_specialize=["R"])
 def count_kernel(
     mask_ptr,  # (R,) bytes
@@ -36,14 +46,11 @@ def reduce_kernel(
     number,  # divisor if there is no divisor_ptr
     BLOCK_R: tl.constexpr,
 ):
-    total = tl.zeros([BLOCK_R], dtype=tl.float32)
-    for start in range(0, R, BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)
-        total += tl.load(loss_ptr + row, mask=row < R, other=0.0)
+    total = sum_of(loss_ptr, R, BLOCK_R)
     divisor = number
     if divisor_ptr is not None:
         divisor = tl.load(divisor_ptr)
-    tl.store(total_ptr, tl.sum(total, axis=0) / divisor)
+    tl.store(total_ptr, total / divisor)
 
 
 def counted(mask: Tensor | None, positions: int) -> tuple[Tensor | None, int]:

@@ -54,32 +54,34 @@ def test_a_barrier_is_missing():
         assert 0 <= error.thread < 256 and error.cta == 0
 
 
-def test_a_wait_is_missing():
-    found = launch_of(SMALL)
-    text = without(r"cp\.async\.wait_group \s*\d+;", found["ptx"], count=0)
-    assert hazard_of(found, text).kind == "asynchronous"
-    found = launch_of(SMALL, capability=90)
-    text = without(r"wgmma\.wait_group\.sync\.aligned 0;", found["ptx"])
-    assert hazard_of(found, text).kind == "asynchronous"
+# Kernel, capability, statements, how many (0: all), what takes their place, and the hazard.
+FAULTS = {
+    "wait for a copy": (SMALL, 80, r"cp\.async\.wait_group \s*\d+;", 0, "", "asynchronous"),
+    "wait for products": (
+        SMALL, 90, r"wgmma\.wait_group\.sync\.aligned 0;", 1, "", "asynchronous",
+    ),
+    "mask": (FORWARD, 80, r"@%p\d+ (?=ld\.global\.b32)", 0, "", "bounds"),
+    "fence of shared memory": (SMALL, 90, r"fence\.proxy\.async\.shared::cta;", 0, "", "fence"),
+    "fence of registers": (SMALL, 90, r"wgmma\.fence\.sync\.aligned;", 0, "", "fence"),
+    "bound": (FORWARD, 80, r"setp\.lt\.s32", 0, "setp.le.s32", "bounds, grid race, race"),
+    "half of a warp": (
+        FORWARD, 80, r"(shfl\.sync\.bfly\.b32 [^;]*), -1;", 1, r"\1, 65535;", "convergence",
+    ),
+    "part of a CTA": (
+        FORWARD, 80, r"bar\.sync \s*0;", 1,
+        "setp.lt.u32 %p1, %r1, 32; @%p1 bra $L__planted; bar.sync 0; $L__planted:",
+        "barrier, race",
+    ),
+    "other CTAs": ("relation_small_gradient_kernel", 80, r"%ctaid\.x", 0, "%ctaid.z", "grid race"),
+}  # fmt: skip
 
 
-def test_a_mask_is_missing():
-    found = launch_of(FORWARD)
-    text = without(r"@%p\d+ (?=ld\.global\.b32)", found["ptx"], count=0)
-    error = hazard_of(found, text)
-    assert error.kind == "bounds" and error.instruction.startswith("ld.global.b32")
-
-
-def test_a_fence_is_missing():
-    for fence in (r"fence\.proxy\.async\.shared::cta;", r"wgmma\.fence\.sync\.aligned;"):
-        found = launch_of(SMALL, capability=90)
-        assert hazard_of(found, without(fence, found["ptx"], count=0)).kind == "fence"
-
-
-def test_a_bound_is_wrong():
-    found = launch_of(FORWARD)
-    text = without(r"setp\.lt\.s32", found["ptx"], count=0, replacement="setp.le.s32")
-    assert hazard_of(found, text).kind in ("bounds", "grid race", "race")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_statement(fault):
+    name, capability, pattern, count, replacement, kinds = FAULTS[fault]
+    found = launch_of(name, capability)
+    text = without(pattern, found["ptx"], count, replacement)
+    assert hazard_of(found, text).kind in kinds.split(", ")
 
 
 def counting():
@@ -118,12 +120,6 @@ def test_a_result_is_read_before_it_is_written():
         start(found)
 
 
-def test_a_shuffle_names_half_of_its_warp():
-    found = launch_of(FORWARD)
-    text = without(r"(shfl\.sync\.bfly\.b32 [^;]*), -1;", found["ptx"], replacement=r"\1, 65535;")
-    assert hazard_of(found, text).kind == "convergence"
-
-
 def test_part_of_a_warp_never_reaches_a_shuffle():
     body = """setp.lt.s32 %p1, {0}, 16;
         @%p1 bra END;
@@ -135,12 +131,6 @@ def test_part_of_a_warp_never_reaches_a_shuffle():
 
 
 def test_part_of_a_cta_misses_a_barrier():
-    found = launch_of(FORWARD)
-    text = without(
-        r"bar\.sync \s*0;", found["ptx"],
-        replacement="setp.lt.u32 %p1, %r1, 32; @%p1 bra $L__planted; bar.sync 0; $L__planted:",
-    )  # fmt: skip
-    assert hazard_of(found, text).kind in ("barrier", "race")
     body = "setp.lt.s32 %p1, {0}, 32; @%p1 bra END; bar.sync 0; END: mov.b32 {out}, 1;"
     with pytest.raises(Hazard, match="barrier"):
         elementwise(body, torch.arange(64, dtype=torch.int32), result=torch.int32)
@@ -156,9 +146,6 @@ def test_an_atomic_is_missing():
 
 
 def test_two_ctas_write_one_word():
-    found = launch_of("relation_small_gradient_kernel")
-    text = without(r"%ctaid\.x", found["ptx"], count=0, replacement="%ctaid.z")
-    assert hazard_of(found, text).kind == "grid race"
     body = """
     mov.u32 %r79, %ctaid.x;
     ld.param.u64 %d1, [p0];
@@ -173,14 +160,11 @@ def test_two_ctas_write_one_word():
 
 
 def test_vectors_are_aligned():
-    found = launch_of(FORWARD)
-    text = found["ptx"]
-    if ".v4.b32" not in text:
-        body = """
-        ld.param.u64 %d1, [p0];
-        ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d1+4];"""
-        with pytest.raises(Hazard, match="alignment"):
-            launch(kernel(body, 1), grid=(1,), threads=32, args=[torch.zeros(16)])
+    body = """
+    ld.param.u64 %d1, [p0];
+    ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d1+4];"""
+    with pytest.raises(Hazard, match="alignment"):
+        launch(kernel(body, 1), grid=(1,), threads=32, args=[torch.zeros(16)])
 
 
 def test_a_lock_orders_ctas():
