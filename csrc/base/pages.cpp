@@ -22,8 +22,4 @@ void take_pages([[maybe_unused]] const Tensor& x) {
 
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) { m.def("take_pages(Tensor x) -> ()"); }
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("take_pages", TORCH_BOX(&fastkd::take_pages));
-}
+FASTKD_OPERATOR(take_pages, "(Tensor x) -> ()")

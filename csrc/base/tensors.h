@@ -15,6 +15,13 @@
 #include "base/parallel.h"
 #include "base/rows.h"
 
+// Registers a function of namespace fastkd as an operator for the CPU; ``schema`` lacks its name.
+#define FASTKD_OPERATOR(function, schema)                                              \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) { m.def(#function schema); }             \
+  STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {                                       \
+    m.impl(#function, TORCH_BOX(&fastkd::function));                                    \
+  }
+
 namespace fastkd {
 
 using torch::headeronly::ScalarType;

@@ -480,15 +480,13 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
 
 }  // namespace fastkd
 
+FASTKD_OPERATOR(half_product,
+    "(Tensor(a!) out, Tensor a, Tensor b, bool add, str unit='fastest') -> ()")
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def("has_half_product(str unit='fastest') -> bool");
-  m.def("half_product(Tensor(a!) out, Tensor a, Tensor b, bool add, str unit='fastest') -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CompositeExplicitAutograd, m) {
   m.impl("has_half_product", TORCH_BOX(&fastkd::has_half_product));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("half_product", TORCH_BOX(&fastkd::half_product));
 }

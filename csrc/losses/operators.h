@@ -43,6 +43,15 @@ inline const bool* bytes_of(const Mask& mask, Tensor& holder) {
   return data<const bool>(holder);
 }
 
+// Numbers (R,) below ``end``, or null. ``holder`` keeps the memory alive.
+inline const int64_t* places_of(const std::optional<Tensor>& x, const char* name, int64_t R,
+                                int64_t end, Tensor& holder) {
+  check_places(x, name, R, end);
+  if (!x) return nullptr;
+  holder = torch::stable::contiguous(*x);
+  return data<const int64_t>(holder);
+}
+
 // x (samples, positions, D), the last dimension dense.
 inline Positions positions_of(const Tensor& x) {
   return {data<char>(x), x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), type_of(x)};

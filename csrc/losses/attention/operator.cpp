@@ -54,12 +54,6 @@ std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, cons
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "attention(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, bool mean,"
-      " int layers, str reduction, bool gradient) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("attention", TORCH_BOX(&fastkd::attention));
-}
+FASTKD_OPERATOR(attention,
+    "(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, bool mean, int layers,"
+    " str reduction, bool gradient) -> Tensor[]")

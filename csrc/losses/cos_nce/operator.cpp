@@ -7,13 +7,6 @@
 namespace fastkd {
 namespace {
 
-// Indices, or null. ``holder`` keeps the memory alive.
-const int64_t* places_of(const std::optional<Tensor>& places, Tensor& holder) {
-  if (!places) return nullptr;
-  holder = torch::stable::contiguous(*places);
-  return data<const int64_t>(holder);
-}
-
 // The loss, () or with reduction "none" (B, P), and if requested the student's gradient (B, P, D).
 // ``weights`` (B·P,) are factors of the positions' losses.
 // A sample's negatives are all ``rows`` (K, P, D), or those of its class: ``own`` (B,) has the
@@ -32,13 +25,12 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
   check(rows_mask, "rows_mask", ScalarType::Bool, {rows.size(0), rows.size(1)});
   check_numbers(weights, "weights", student.size(0) * student.size(1));
-  check_places(own, "own", student.size(0), classes);
-  check_places(segments, "segments", rows.size(0), classes);
   const Positions z = positions_of(student), t = positions_of(teacher);
   const int64_t B = z.samples, P = z.positions, D = z.D;
   Tensor holders[4];
   const bool *real = bytes_of(mask, holders[0]), *rows_real = bytes_of(rows_mask, holders[1]);
-  const int64_t *place = places_of(own, holders[2]), *segment = places_of(segments, holders[3]);
+  const int64_t* place = places_of(own, "own", B, classes, holders[2]);
+  const int64_t* segment = places_of(segments, "segments", rows.size(0), classes, holders[3]);
   const Negatives negatives{positions_of(rows), rows_real, segment, classes, others};
   const std::vector<int64_t> found = negatives.counts();
   const auto count = [&](int64_t b, int64_t p) {
@@ -94,13 +86,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "cos_nce(Tensor student, Tensor teacher, Tensor rows, Tensor? mask, Tensor? rows_mask,"
-      " Tensor? own, Tensor? segments, Tensor? weights, *, SymInt classes, bool others,"
-      " bool own_too, str reduction, bool gradient) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("cos_nce", TORCH_BOX(&fastkd::cos_nce));
-}
+FASTKD_OPERATOR(cos_nce,
+    "(Tensor student, Tensor teacher, Tensor rows, Tensor? mask, Tensor? rows_mask,"
+    " Tensor? own, Tensor? segments, Tensor? weights, *, SymInt classes, bool others,"
+    " bool own_too, str reduction, bool gradient) -> Tensor[]")

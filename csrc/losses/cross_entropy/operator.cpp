@@ -242,18 +242,11 @@ std::vector<Tensor> cross_entropy_of_states(
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "cross_entropy(Tensor student, Tensor labels, Tensor(a!)? gradient, Tensor? weights,"
-      " float label_smoothing, float z_loss) -> Tensor");
-  m.def(
-      "cross_entropy_of_states(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels,"
-      " Tensor? weights, Tensor? denominator, *, float count, bool needs_hidden, bool needs_weight,"
-      " bool needs_bias, int vocabulary, float scale, float factor, float label_smoothing,"
-      " float z_loss, bool narrow) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("cross_entropy", TORCH_BOX(&fastkd::cross_entropy));
-  m.impl("cross_entropy_of_states", TORCH_BOX(&fastkd::cross_entropy_of_states));
-}
+FASTKD_OPERATOR(cross_entropy,
+    "(Tensor student, Tensor labels, Tensor(a!)? gradient, Tensor? weights,"
+    " float label_smoothing, float z_loss) -> Tensor")
+FASTKD_OPERATOR(cross_entropy_of_states,
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? weights,"
+    " Tensor? denominator, *, float count, bool needs_hidden, bool needs_weight,"
+    " bool needs_bias, int vocabulary, float scale, float factor, float label_smoothing,"
+    " float z_loss, bool narrow) -> Tensor[]")

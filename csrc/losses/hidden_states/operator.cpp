@@ -46,12 +46,6 @@ std::vector<Tensor> hidden_states(const Tensor& student, const Tensor& teacher, 
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "hidden_states(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, str kind,"
-      " float beta, str reduction, bool gradient) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("hidden_states", TORCH_BOX(&fastkd::hidden_states));
-}
+FASTKD_OPERATOR(hidden_states,
+    "(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, str kind, float beta,"
+    " str reduction, bool gradient) -> Tensor[]")

@@ -73,13 +73,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "knn(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
-      " Tensor? weights, *, SymInt k, int ignore_index, str reduction, bool gradient)"
-      " -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("knn", TORCH_BOX(&fastkd::knn));
-}
+FASTKD_OPERATOR(knn,
+    "(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
+    " Tensor? weights, *, SymInt k, int ignore_index, str reduction,"
+    " bool gradient) -> Tensor[]")

@@ -35,12 +35,6 @@ std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y,
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "layer_norm_mse(Tensor x, Tensor y, Tensor? weights, float eps, SymInt divisor,"
-      " bool needs_dx, bool needs_dy) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("layer_norm_mse", TORCH_BOX(&fastkd::layer_norm_mse));
-}
+FASTKD_OPERATOR(layer_norm_mse,
+    "(Tensor x, Tensor y, Tensor? weights, float eps, SymInt divisor, bool needs_dx,"
+    " bool needs_dy) -> Tensor[]")

@@ -179,12 +179,6 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def(
-      "relation_terms(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, float tokens,"
-      " float samples, float eps, bool gradient) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("relation_terms", TORCH_BOX(&fastkd::relation_terms));
-}
+FASTKD_OPERATOR(relation_terms,
+    "(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, float tokens,"
+    " float samples, float eps, bool gradient) -> Tensor[]")

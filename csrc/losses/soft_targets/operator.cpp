@@ -114,15 +114,6 @@ Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
   return result;
 }
 
-// Numbers (R,) below ``end``, or null. ``holder`` keeps the memory alive.
-const int64_t* places_of(const std::optional<Tensor>& x, const char* name, int64_t R, int64_t end,
-                         Tensor& holder) {
-  check_places(x, name, R, end);
-  if (!x) return nullptr;
-  holder = torch::stable::contiguous(*x);
-  return data<const int64_t>(holder);
-}
-
 // Arguments shared by the three operators: logits (R, V), and the divergence.
 SoftTargets divergence_from(const Tensor& student, const std::string& divergence,
                             double temperature, double scale, double coefficient) {
@@ -239,12 +230,12 @@ Tensor matched_soft_targets(const Tensor& student, const Tensor& teacher, const 
 }
 
 // log Σ exp(z/τ) (R,) of logits (R, V).
-Tensor log_totals_of_rows(const Tensor& logits, double temperature) {
+Tensor log_totals(const Tensor& logits, double temperature) {
   check(logits, "logits", check_floating(logits, "logits"), {kAnySize, kAnySize});
   std::vector<double> totals(logits.size(0));
   const int64_t bytes = logits.size(1) * logits.element_size();
   each_row(logits.size(0), bytes, [&](int64_t begin, int64_t end) {
-    log_totals(rows_of(logits), 1 / temperature, begin, end, totals.data());
+    log_row_totals(rows_of(logits), 1 / temperature, begin, end, totals.data());
   });
   return vector_of(totals, logits);
 }
@@ -252,29 +243,20 @@ Tensor log_totals_of_rows(const Tensor& logits, double temperature) {
 }  // namespace
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
-  m.def("log_totals(Tensor logits, float temperature) -> Tensor");
-  m.def("is_top_k(Tensor ids, Tensor log_probs, Tensor? mask, int V, float most) -> bool");
-  m.def(
-      "soft_targets(Tensor student, Tensor teacher, Tensor(a!)? gradient, Tensor? mask,"
-      " Tensor? weights, *, str divergence, float temperature, float scale, float coefficient,"
-      " str reduction='none', Tensor? denominator=None, Tensor? log_mass=None,"
-      " Tensor? teacher_rows=None, Tensor? labels=None, Tensor(b!)? terms=None) -> Tensor");
-  m.def(
-      "top_k_soft_targets(Tensor student, Tensor ids, Tensor log_probs, Tensor(a!)? gradient,"
-      " Tensor? mask, Tensor? weights, *, bool bucket, str divergence, float temperature,"
-      " float scale, float coefficient, str reduction='none', Tensor? denominator=None) -> Tensor");
-  m.def(
-      "matched_soft_targets(Tensor student, Tensor teacher, Tensor teacher_of,"
-      " Tensor(a!)? gradient, Tensor? mask, Tensor? weights, *, str unmatched, str divergence,"
-      " float temperature, float scale, float coefficient, str reduction='none',"
-      " Tensor? denominator=None, Tensor? teacher_rows=None) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
-  m.impl("log_totals", TORCH_BOX(&fastkd::log_totals_of_rows));
-  m.impl("is_top_k", TORCH_BOX(&fastkd::is_top_k));
-  m.impl("soft_targets", TORCH_BOX(&fastkd::soft_targets));
-  m.impl("top_k_soft_targets", TORCH_BOX(&fastkd::top_k_soft_targets));
-  m.impl("matched_soft_targets", TORCH_BOX(&fastkd::matched_soft_targets));
-}
+FASTKD_OPERATOR(log_totals, "(Tensor logits, float temperature) -> Tensor")
+FASTKD_OPERATOR(is_top_k,
+    "(Tensor ids, Tensor log_probs, Tensor? mask, int V, float most) -> bool")
+FASTKD_OPERATOR(soft_targets,
+    "(Tensor student, Tensor teacher, Tensor(a!)? gradient, Tensor? mask, Tensor? weights, *,"
+    " str divergence, float temperature, float scale, float coefficient, str reduction='none',"
+    " Tensor? denominator=None, Tensor? log_mass=None, Tensor? teacher_rows=None,"
+    " Tensor? labels=None, Tensor(b!)? terms=None) -> Tensor")
+FASTKD_OPERATOR(top_k_soft_targets,
+    "(Tensor student, Tensor ids, Tensor log_probs, Tensor(a!)? gradient, Tensor? mask,"
+    " Tensor? weights, *, bool bucket, str divergence, float temperature, float scale,"
+    " float coefficient, str reduction='none', Tensor? denominator=None) -> Tensor")
+FASTKD_OPERATOR(matched_soft_targets,
+    "(Tensor student, Tensor teacher, Tensor teacher_of, Tensor(a!)? gradient, Tensor? mask,"
+    " Tensor? weights, *, str unmatched, str divergence, float temperature, float scale,"
+    " float coefficient, str reduction='none', Tensor? denominator=None,"
+    " Tensor? teacher_rows=None) -> Tensor")

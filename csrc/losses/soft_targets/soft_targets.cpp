@@ -657,7 +657,7 @@ void log_totals_of(const Rows& logits, double slope, int64_t begin, int64_t end,
   }
 }
 
-void log_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals) {
+void log_row_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals) {
   const bool wide = logits.type == Type::kDouble || slope < 1 / kHot;
   (wide ? log_totals_of<double> : log_totals_of<float>)(logits, slope, begin, end, totals);
 }

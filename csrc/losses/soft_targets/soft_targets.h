@@ -72,6 +72,6 @@ struct SoftTargets {
 };
 
 // Stores log Σ exp(slope·z) of rows begin to end.
-void log_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals);
+void log_row_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals);
 
 }  // namespace fastkd
