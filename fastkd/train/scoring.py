@@ -24,6 +24,9 @@ from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
 from fastkd.train.tasks.base import Task
 
+#: Timed forward passes of each model, after one that isn't.
+REPEATS = 5
+
 
 @dataclass(frozen=True)
 class Run:
@@ -157,7 +160,7 @@ def rows_by_teacher(run: Run, max_length: int) -> dict[str, dict[str, Encoded]]:
 def seconds_a_batch(
     run: Run, student: nn.Module, teacher: nn.Module | None = None
 ) -> dict[str, float]:
-    """Seconds for a forward pass of up to 32 rows: medians over five interleaved repeats."""
+    """Seconds for a forward pass of up to 32 rows: medians over interleaved repeats."""
     data, rows, device = run.data, run.sets.evals[""], run.computation.device
     tokenizers, models = {"student": data.tokenizer}, {"student": student.eval()}
     if teacher is not None:
@@ -170,7 +173,7 @@ def seconds_a_batch(
         if not getattr(student.config, "is_encoder_decoder", False):  # its decoder reads them
             inputs[who].pop("labels", None)
     wait: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(1 + 5):
+    for _ in range(1 + REPEATS):
         for who, model in models.items():
             with torch.no_grad(), on_device(model):
                 wait()
