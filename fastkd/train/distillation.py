@@ -481,11 +481,16 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         "adapter": lora.ADAPTER,
         "directory": directory.name,
     }
+    (directory / CARD).write_text(_card().render(known), encoding="utf-8")
+
+
+@functools.cache
+def _card() -> Any:
+    """The template of a card."""
     jinja2: Any = require("jinja2", "train")
     page = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     page.globals.update(compared=compared, escaped=escaped)
-    text = page.from_string(CARD_TEXT.read_text("utf-8")).render(known)
-    (directory / CARD).write_text(text, encoding="utf-8")
+    return page.from_string(CARD_TEXT.read_text("utf-8"))
 
 
 def escaped(value: Any) -> Any:
