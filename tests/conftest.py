@@ -171,10 +171,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def tensors_on_device(request, device):
-    """Default device of tests with a ``backend``: the one on which the kernels run."""
-    if device.type == "cpu" or "backend" not in request.fixturenames:
-        yield
-        return
+def tensors_on_device(device):
+    """Default device of a test: the one on which the kernels run."""
     with device:
         yield

@@ -18,14 +18,7 @@ from tests.support.compare import counted, relative_error, value_and_grad
 from tests.support.draw import Draw
 from tests.support.interpreter import MARKS
 
-
-@pytest.fixture(autouse=True)
-def _tensors_on_device(device):
-    """Create every tensor on the suite's device."""
-    with device:
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 needs_extension = pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
 # Allowed error of the gradient by products of float32 features.
 PRECISION = dict.fromkeys(("independent", "equal", "geometric -3", "far", "small -2"), 1e-5)

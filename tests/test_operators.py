@@ -18,6 +18,7 @@ x = torch.randn(6, 5)
 cube = torch.randn(6, 4, 5)
 maps = torch.randn(2, 3, 4, 4)
 labels = torch.arange(6)
+every, all_tokens, weights = torch.ones(6).bool(), torch.ones(6, 4).bool(), torch.rand(6)
 SOFT = dict(divergence="forward_kl", temperature=1.0, scale=1.0, coefficient=0.0)
 TOP = torch.tensor([[0, 3]] * 6)
 STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, vocabulary=7,
@@ -25,44 +26,28 @@ STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, 
 # Valid positional arguments and options of each operator.
 CALLS = {
     "layer_norm_mse": (
-        (x, x, torch.rand(6)),
+        (x, x, weights),
         dict(eps=0.0, divisor=1, needs_dx=True, needs_dy=True),
     ),
     "hidden_states": (
-        (x, x, torch.ones(6).bool(), torch.rand(6)),
+        (x, x, every, weights),
         dict(kind="mse", beta=1.0, reduction="mean", gradient=True),
     ),
     "soft_targets": (
-        (x, x, x.clone(), torch.ones(6).bool(), torch.rand(6)),
+        (x, x, x.clone(), every, weights),
         SOFT | dict(log_mass=torch.zeros(6), labels=labels % 5, terms=torch.empty(6, 6)),
     ),
     "top_k_soft_targets": (
-        (x, TOP, x[:, :2], x.clone(), torch.ones(6).bool(), torch.rand(6)),
+        (x, TOP, x[:, :2], x.clone(), every, weights),
         SOFT | dict(bucket=True, reduction="batchmean", denominator=torch.tensor(6.0)),
     ),
     "matched_soft_targets": (
-        (
-            x,
-            x[:, :3],
-            torch.tensor([2, -1, 0, 1, -1]),
-            x.clone(),
-            torch.ones(6).bool(),
-            torch.rand(6),
-        ),
+        (x, x[:, :3], torch.tensor([2, -1, 0, 1, -1]), x.clone(), every, weights),
         SOFT | dict(unmatched="bucket"),
     ),
-    "is_top_k": ((TOP, x[:, :2], torch.ones(6).bool(), 5, 10.0), {}),
+    "is_top_k": ((TOP, x[:, :2], every, 5, 10.0), {}),
     "cos_nce": (
-        (
-            cube,
-            cube,
-            cube,
-            torch.ones(6, 4).bool(),
-            torch.ones(6, 4).bool(),
-            labels,
-            labels,
-            torch.rand(24),
-        ),
+        (cube, cube, cube, all_tokens, all_tokens, labels, labels, torch.rand(24)),
         dict(classes=6, others=True, own_too=False, reduction="mean", gradient=True),
     ),
     "attention": (
@@ -70,19 +55,19 @@ CALLS = {
         dict(mean=False, layers=1, reduction="mean", gradient=True),
     ),
     "knn": (
-        (x, x, labels, labels, labels, torch.tensor(6), torch.rand(6)),
+        (x, x, labels, labels, labels, torch.tensor(6), weights),
         dict(k=1, ignore_index=-100, reduction="sum", gradient=True),
     ),
     "relation_terms": (
-        (cube, cube, torch.ones(6, 4).bool(), torch.rand(6)),
+        (cube, cube, all_tokens, weights),
         dict(tokens=1.0, samples=1.0, eps=1e-8, gradient=True),
     ),
     "cross_entropy": (
-        (x, labels % 5, x.clone(), torch.rand(6)),
+        (x, labels % 5, x.clone(), weights),
         dict(label_smoothing=0.0, z_loss=0.0),
     ),
     "cross_entropy_of_states": (
-        (x, torch.randn(8, 5), torch.randn(8), labels, torch.rand(6), torch.tensor(6.0)),
+        (x, torch.randn(8, 5), torch.randn(8), labels, weights, torch.tensor(6.0)),
         STATES,
     ),
 }

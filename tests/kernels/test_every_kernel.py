@@ -15,13 +15,8 @@ from fastkd.lm.soft_targets import DIVERGENCES
 from tests.kernels.launches import count_launches
 from tests.support.compare import assert_matches_reference, raises
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 MOST_COLUMNS = TRITON_FUNCTIONS["layer_norm_mse"].limits["columns"]
-
-
-@pytest.fixture(autouse=True)
-def _tensors_on_device(device):
-    with device:
-        yield
 
 
 def learning(*shape: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from tests.kernels.launches import count_launches
 from tests.losses.knn import nearest
 from tests.support.compare import assert_accurate, assert_matches_reference, value_and_grad
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 # Constants from which on the kernels sort the bank, divide it among programs, or the features.
 SORTED = {"ROWS_TO_SORT": 1, "BANK_TO_SORT": 1}
 ONE_PROGRAM = {"PROGRAMS": 1}
@@ -40,12 +41,6 @@ def check_against_loop(student, teacher, *labels, k):
     actual = value_and_grad(knn_feature_loss, student, teacher, *labels, **options)
     for a, e in zip(actual, expected, strict=True):
         assert_accurate(a, e, student.dtype)
-
-
-@pytest.fixture(autouse=True)
-def _tensors_on_device(device):
-    with device:
-        yield
 
 
 @pytest.fixture

@@ -106,13 +106,8 @@ def edges(backend: str) -> Iterator[tuple]:
         loss = functools.partial(function_of("attention_loss", backend), heads=heads)
         x = torch.randn(2, 2, 5, 5)
         yield f"{heads}: itself", lambda s, loss=loss, x=x: loss(s, x), x, 0.0, 0.0, 0.0
-        yield (
-            f"{heads}: no tokens",
-            lambda s, loss=loss: loss(s, s.detach()),
-            x[..., :0, :0],
-            0.0,
-            0.0,
-        )
+        none = x[..., :0, :0]
+        yield f"{heads}: no tokens", lambda s, loss=loss: loss(s, s.detach()), none, 0.0, 0.0
     loss = function_of("attention_loss", backend)
     large = torch.full((1, 8, 64, 64), 1e17)
     yield "large scores", lambda s: loss(s, 0 * large), large, 1e34, 2e17 / large.numel()

@@ -330,24 +330,15 @@ def bad() -> Iterator[tuple[str, Callable]]:
     yield "at most 32 neighbours, got 33", many
     tokens, labels = torch.randn(2, 3, 4), torch.arange(2)
     mask, rows = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.randn(2, 4)
-    loss = fastkd.IntraClassKNNLoss(pool="mean")
-    yield (
-        "student must have student_dim=6 features, got 4",
-        lambda: fastkd.IntraClassKNNLoss(1, 6, 4)(tokens, tokens, labels),
-    )
-    yield (
-        r"mask has shape \(2, 3\), which doesn't fit teacher \(2, 5, 4\)",
-        lambda: loss(tokens, torch.randn(2, 5, 4), labels, mask=mask),
-    )
-    yield (
-        r"mask: student \(2, 4\) has no tokens to mask",
-        lambda: loss(rows, rows, labels, mask=mask[:, 0]),
-    )
-    yield (
-        r"teacher_mask: teacher \(2, 4\) has no tokens",
-        lambda: loss(tokens, rows, labels, mask=mask, teacher_mask=mask[:, 0]),
-    )
-    yield (
-        r"student must be \(B, D\) or \(B, N, D\)",
-        lambda: loss(torch.randn(2, 3, 1, 4), tokens, labels),
-    )
+    sized, loss = fastkd.IntraClassKNNLoss(1, 6, 4), fastkd.IntraClassKNNLoss(pool="mean")
+    words = "student must have student_dim=6 features, got 4"
+    yield words, lambda: sized(tokens, tokens, labels)
+    longer, deep = torch.randn(2, 5, 4), torch.randn(2, 3, 1, 4)
+    no_tokens = {"mask": mask, "teacher_mask": mask[:, 0]}
+    for words, pair, masks in (
+        (r"mask has shape \(2, 3\), .* fit teacher \(2, 5, 4\)", (tokens, longer), {"mask": mask}),
+        (r"mask: student \(2, 4\) has no tokens to mask", (rows, rows), {"mask": mask[:, 0]}),
+        (r"teacher_mask: teacher \(2, 4\) has no tokens", (tokens, rows), no_tokens),
+        (r"student must be \(B, D\) or \(B, N, D\)", (deep, tokens), {}),
+    ):
+        yield words, functools.partial(loss, *pair, labels, **masks)

@@ -250,22 +250,18 @@ def bad() -> Iterator[tuple[str, Callable]]:
         yield "student must have at least 2 dimensions", lambda c=call: c(x[0, 0], y[0, 0])
         yield "teacher must have 3 dimensions", lambda c=call: c(x, y[0])
         yield r"teacher must have shape \(2, 5, 8\)", lambda c=call: c(x, y[:, :4])
-        yield (
-            r"segments must have shape \(2, 5\)",
-            lambda c=call: c(x, y, segments=torch.zeros(2, 4).long()),
-        )
-        yield (
-            "segments must be integers, got torch.float32",
-            lambda c=call: c(x, y, segments=torch.zeros(2, 5)),
-        )
-        yield "segments must be a Tensor, got list", lambda c=call: c(x, y, segments=[0] * 5)
+        for words, segments in (
+            (r"segments must have shape \(2, 5\)", torch.zeros(2, 4).long()),
+            ("segments must be integers, got torch.float32", torch.zeros(2, 5)),
+            ("segments must be a Tensor, got list", [0] * 5),
+        ):
+            yield words, functools.partial(call, x, y, segments=segments)
     yield "student has 2 layers but teacher has 1", lambda: fcd()([x, x], [y])
     yield r"student must have shape \(2, 5, 8\)", lambda: fcd()([x, x[:, :4]], [y, y[:, :4]])
     yield r"mask must have shape \(2,\)", lambda: fcd(0)(x[:, 0], y[:, 0], torch.ones(2, 1))
-    yield (
-        "segments are document ids of tokens",
-        lambda: fcd(0)(x[:, 0], y[:, 0], segments=torch.zeros(2).long()),
-    )
+    of_rows = functools.partial(fcd(0), x[:, 0], y[:, 0])
+    words = "segments are document ids of tokens"
+    yield words, functools.partial(of_rows, segments=torch.zeros(2).long())
     yield "take over='tokens'", lambda: loss(x, y, over="samples", weights=torch.ones(2))
     yield "temperature must be greater than 0", lambda: loss(x, y, temperature=0.0)
     yield "eps must be greater than 0", lambda: fcd(eps=0.0)

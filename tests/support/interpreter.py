@@ -1,14 +1,12 @@
-"""Patches of Triton's interpreter for the tests: bugs fixed, slow code replaced.
+"""Patches of Triton's interpreter for the tests: bugs fixed, a slow check left out.
 
 Each fault has a few lines that show it without fastkd in docs/versions.md.
 """
 
 import dataclasses
 import functools
-import inspect
 import os
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +53,6 @@ def prepare() -> None:
 @functools.cache
 def _prepare() -> None:
     _leave_out_overflow()
-    _replace_language_once()
     _round_bfloat16()
     if MASKS_OF_SCALARS:
         _repair_comparisons()
@@ -68,39 +65,6 @@ def _leave_out_overflow() -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
-
-
-def _replace_language_once() -> None:
-    """Every launch and every call of a device function searches the language for what it replaces,
-    and a launch puts it back. No kernel is compiled here, so it may stay replaced.
-
-    Replaced functions are called directly, and their arguments are looked at once.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    replace, unwrap = interpreter._patch_lang, tl.core._unwrap_if_constexpr
-    semantic = interpreter.interpreter_semantic
-    plain = {tl.tensor, tl.dtype, tl.pointer_type, tl.block_type, int, float, bool, type(None)}
-    modules = set()
-
-    def replace_once(function):
-        module = function.__globals__["__name__"]
-        if module not in modules:
-            replace(function)
-            modules.add(module)
-        return SimpleNamespace(restore=lambda: None)
-
-    def replace_function(owner, name, member, builder, scope):
-        function = inspect.unwrap(member)
-
-        def call(*args, _semantic=None, **kwargs):
-            return function(*args, _semantic=semantic, **kwargs)
-
-        scope.set_attr(owner, name, call)
-
-    interpreter._patch_lang, interpreter._patch_attr = replace_once, replace_function
-    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
 
 
 def _round_bfloat16() -> None:
