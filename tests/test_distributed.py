@@ -1,4 +1,7 @@
-"""Samples of several processes: what is sent, what can't be. Values: tests/support/gathered.py."""
+"""Samples of several processes: what is sent, what can't be; every loss in a model under DDP.
+
+Random calls over samples of several processes: tests/support/gathered.py.
+"""
 
 import copy
 from functools import partial
@@ -7,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastkd import (
     CCALoss,
@@ -20,8 +25,11 @@ from fastkd import (
 )
 from fastkd.distributed import AcrossRanks, Ranks, gather_rows
 from tests.distill.processes import run_ranks
-from tests.support.compare import raises
+from tests.losses import subjects
+from tests.support.compare import raises, relative_error
+from tests.support.every import features, padding
 from tests.support.gathered import made
+from tests.support.subject import D_S
 
 
 def test_deep_copy_of_a_module_has_the_same_group(tmp_path):
@@ -179,3 +187,35 @@ def test_rows_of_every_dtype_and_count(tmp_path):
         for x in found:
             expected = torch.tensor([[1, 1], [2, 2], [2, 2]]).to(x.dtype)
             assert torch.equal(x, expected)
+
+
+def test_ddp(tmp_path):
+    """DDP"""
+    run_ranks(_ddp_process, 2, tmp_path)
+
+
+def _ddp_process(rank: int) -> None:
+    for subject in subjects("torch"):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"body": nn.Linear(D_S, D_S), "loss": subject})
+        wrapped = DistributedDataParallel(_Step(model))
+        cpu = torch.device("cpu")  # a forked process can't use the GPU
+        halves = [x.detach().chunk(2) for x in (*features(device=cpu), padding(device=cpu))]
+        wrapped(*(half[rank] for half in halves)).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for other in range(2):
+            (_Step(model)(*(half[other] for half in halves)) / 2).backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            assert relative_error(gradient, parameter.grad) <= 1e-5, subject.name
+
+
+class _Step(nn.Module):
+    """A student of one layer, and its loss."""
+
+    def __init__(self, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        return self.model["loss"](self.model["body"](x), teacher, mask)

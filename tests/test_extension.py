@@ -1,4 +1,4 @@
-"""The compiled matrix roots: parity with float64 eigh, registration.
+"""Matrix roots: the compiled ones against float64 eigh, registration, inference mode.
 
 The CUDA kernels as nvcc compiles them: tests/ptx/test_roots.py.
 """
@@ -10,14 +10,20 @@ import torch
 
 import setup as recipe
 from fastkd._core import extension
+from fastkd.linalg.roots import inv_sqrtm, sqrtm
 from tests.support.compare import relative_error
 from tools import cuda_source
-
-from .test_linalg import with_eigenvalues
 
 needs_extension = pytest.mark.skipif(
     not extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
 )
+
+
+def with_eigenvalues(values: torch.Tensor) -> torch.Tensor:
+    """Random symmetric float64 matrices with these eigenvalues (*, n)."""
+    vectors = torch.linalg.qr(torch.randn(*values.shape, values.shape[-1]).double()).Q
+    a = (vectors * values.double().unsqueeze(-2)) @ vectors.mT
+    return (a + a.mT) / 2
 
 
 CONDITIONS = {f"condition {c:g}": c for c in (1.0, 1e2, 1e4, 1e6, 1e8)}
@@ -126,3 +132,16 @@ def test_cuda_source_compiles_without_spills():
     if nvcc is None:
         pytest.skip("nvcc is not installed, so csrc/linalg/roots.cu was not compiled")
     assert not cuda_source.problems(nvcc, ["90"])  # `make test-all` compiles for all
+
+
+@pytest.mark.parametrize("n", [3, 200])
+def test_inference_mode_and_the_meta_device(n, device):
+    with torch.inference_mode():
+        a = with_eigenvalues(torch.rand(2, n) + 0.5).to(device)
+    learnt = torch.zeros_like(a, requires_grad=True)
+    for root in (sqrtm, inv_sqrtm):
+        assert relative_error(root(a), root(a.clone())) == 0
+        root(a + learnt).sum().backward()
+        shapes = torch.empty(2, n, n, device="meta", requires_grad=True)
+        root(shapes).sum().backward()
+        assert shapes.grad.shape == shapes.shape

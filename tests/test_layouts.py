@@ -135,7 +135,7 @@ def test_every_sentence_of_the_readme_has_a_test():
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     items = readme.split("Every loss:\n\n")[1].split("\n\n")[0]
     promised = re.sub(r"\s+", " ", items).strip().rstrip(".")
-    files = ("layouts", "edges", "errors", "compile", "derivatives", "processes")
+    files = ("layouts", "edges", "errors", "compile", "derivatives", "distributed")
     modules = [vars(importlib.import_module(f"tests.test_{file}")) for file in files]
     kept = {
         function.__doc__

@@ -21,7 +21,6 @@ from fastkd import (
     soft_target_loss_ref,
 )
 from fastkd._core import extension
-from fastkd.lm.divergences import NAMES
 from fastkd.lm.heads import LowRank
 from fastkd.lm.soft_targets import DIVERGENCES
 from tests.support.compare import (
@@ -33,30 +32,14 @@ from tests.support.compare import (
 )
 
 TRITON_FUNCTION = "soft_target_loss"
-OBJECTS = [Divergence(name, skew=0.3, mix=0.3) for name in NAMES]
-UNMATCHED = ("renormalise", "bucket", "sorted")
-INF = torch.inf
+MIXED, INF = Divergence("mixed", mix=0.3), torch.inf
 
 
-def make_logits(*shape, dtype=torch.float32, spread=2.0):
-    return [(spread * torch.randn(*shape, dtype=torch.float64)).to(dtype) for _ in range(2)]
-
-
-def make_heads(rows=4, V=13, dtype=torch.float64, learns=True):
+def make_heads(rows=4, V=13, dtype=torch.float64):
     """States, weight and bias of the student, states and weight of the teacher."""
     shapes = (rows, 6), (V, 6), (V,), (rows, 5), (V, 5)
     made = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
-    return [x.requires_grad_(learns and i < 3) for i, x in enumerate(made)]
-
-
-def make_match(n, student, teacher):
-    ids = torch.randperm(student)[:n], torch.randperm(teacher)[:n]
-    return VocabularyMatch(*ids, student, teacher)
-
-
-def top_k(rows, V, k, tail="bucket", dtype=torch.float32):
-    log_probs, ids = (2 * torch.randn(rows, V, dtype=torch.float64)).log_softmax(-1).topk(k)
-    return TopK(ids, log_probs.to(dtype), tail)
+    return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
 
 
 def both(student, teacher, backend, upstream=1.0, **options):
@@ -76,7 +59,7 @@ def both(student, teacher, backend, upstream=1.0, **options):
 )
 def test_digits_at_high_temperature(backend, divergence, offset, temperature):
     """The divergence is of the size of the gaps squared over τ², and multiplied by τ²."""
-    student, teacher = (z + offset for z in make_logits(6, 50))
+    student, teacher = 2 * torch.randn(2, 6, 50) + offset
     options = dict(temperature=temperature, divergence=divergence, reduction="none")
     found, right = both(student, teacher, backend, torch.ones(6), **options)
     torch.testing.assert_close(found[0].double(), right[0], rtol=5e-6, atol=0)
@@ -113,7 +96,8 @@ def test_small_rests_are_exact(backend, device):
     options = dict(divergence="reverse_kl", reduction="none")
     found, right = both(student, top, backend, torch.ones(3), **options)
     torch.testing.assert_close([x.double() for x in found], [*right], rtol=2e-6, atol=0)
-    student, top = 3 * torch.randn(8, 1000), top_k(8, 1000, 990)
+    log_probs, ids = (2 * torch.randn(8, 1000)).log_softmax(-1).topk(990)
+    student, top = 3 * torch.randn(8, 1000), TopK(ids, log_probs)
     found, right = both(student, top, backend, torch.ones(8), **options)
     torch.testing.assert_close(found[0].double(), right[0], rtol=1e-5, atol=1e-5)
 
@@ -127,9 +111,7 @@ def bfloat16_heads():
 
 @pytest.mark.parametrize(
     ("divergence", "dtype", "labelled", "adapted"),
-    every_two_meet(
-        ["forward_kl", "js", OBJECTS[-1]], [torch.bfloat16, torch.float16], [0, 1], [0, 1]
-    ),
+    every_two_meet(["forward_kl", "js", MIXED], [torch.bfloat16, torch.float16], [0, 1], [0, 1]),
 )
 def test_half_precision_is_rounded_once(divergence, dtype, labelled, adapted):
     """Neither logits nor the input of an adapter's second factor are rounded."""
@@ -164,9 +146,9 @@ def test_memory_of_a_match_is_that_of_one_vocabulary():
         step = Bound(lambda: soft_target_loss(student, teacher, **options), [student]).step
         return measure.peak_bytes(step, torch.device("cpu"))
 
-    match = make_match(3000, 5000, 6000)
-    for unmatched in UNMATCHED:
-        most = 1.02 * peak(student.detach())
+    ids = (torch.randperm(size)[:3000] for size in (5000, 6000))
+    match, most = VocabularyMatch(*ids, 5000, 6000), 1.02 * peak(student.detach())
+    for unmatched in ("renormalise", "bucket", "sorted"):
         assert peak(teacher, vocabulary=match, unmatched=unmatched) <= most
 
 

@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "avx2": (1, {ATEN: "avx2", MKL: "AVX2", ONEDNN: "AVX2"}),
 }
 LOSSES = (
-    "cca derivatives edges errors head_of knn layouts linalg numerics projection queue "
+    "cca derivatives edges errors extension head_of knn layouts numerics projection queue "
     "relation soft_targets token_log_probs values"
 )
 # Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.

@@ -1,4 +1,4 @@
-"""What only kernels have: few launches of a step, and sizes on both sides of a block's edge."""
+"""What only kernels have: few launches of a step, edges of their blocks, and their launchers."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -8,11 +8,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 import fastkd
 from fastkd import functional
 from fastkd._core.dispatch import TRITON_FUNCTIONS
+from fastkd._core.operator import aligned
+from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.lm.soft_targets import DIVERGENCES
 from tests.kernels.launches import count_launches
+from tests.losses.hidden_states import KINDS
 from tests.support.compare import assert_matches_reference, raises
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
@@ -33,11 +38,10 @@ TOP_K = ["reduce_kernel", "soft_target_kernel", "top_k_gradient_kernel", "top_k_
 
 def steps() -> Iterator[Step]:
     mask = torch.ones(2, 5).bool()
-    kinds = ("mse", "cosine", "smooth_l1")
-    for kind, weights in itertools.product(kinds, (None, torch.rand(2, 5))):
+    for kind, weights in itertools.product(KINDS, (None, torch.rand(2, 5))):
         given = learning(2, 5, 40), torch.randn(2, 5, 40), mask
         options = {"kind": kind, "weights": weights}
-        yield fastkd.hidden_state_loss, given, options, HIDDEN, 8, 2 * (weights is not None)
+        yield fastkd.hidden_state_loss, given, options, HIDDEN, 8 + 2 * (weights is not None), 0
     for divergence in DIVERGENCES:
         given, own = (learning(2, 3, 40), torch.randn(2, 3, 40)), "soft_target_kernel"
         options = {"divergence": divergence, "mask": mask[:, :3], "temperature": 2.0}
@@ -103,7 +107,7 @@ def test_block_edges_of_attention(N, dtype):
         check("attention_loss", student, teacher, mask, heads=heads)
 
 
-@pytest.mark.parametrize("kind", ["mse", "cosine", "smooth_l1"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("D", "dtype"), [(64, torch.bfloat16), (1030, torch.float32)])
 def test_block_edges_of_hidden_states(kind, D, dtype):
     pair = torch.randn(2, 3, 5, D, dtype=torch.float64).to(dtype)
@@ -145,3 +149,42 @@ def test_a_row_far_from_zero_changes_no_other_of_its_block():
         gradients.append(moved.grad)
     others = torch.arange(8) != 3
     assert torch.equal(gradients[0][others], gradients[1][others])
+
+
+# Launchers
+
+
+def test_tensors_are_aligned():
+    x = torch.arange(8.0)
+    assert aligned(x) is x and aligned(3) == 3
+    for moved in (aligned(x[1:]), *aligned([x[1:], x[1:]])):
+        assert moved.data_ptr() % 16 == 0
+        assert moved.equal(x[1:])
+
+
+def test_sizes_are_rounded_as_triton_does():
+    for n in (1, 2, 3, 16, 17, 1000, 2**31 + 1):
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+        for size in (1, 7, 16):
+            assert cdiv(n, size) == triton.cdiv(n, size)
+    assert cdiv(0, 16) == 0
+
+
+SAVING = {
+    "attention": (fastkd.attention_loss, (2, 3, 40, 40), {}),
+    **{x: (fastkd.hidden_state_loss, (10, 300), {"kind": x}) for x in KINDS},
+}
+
+
+@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_the_gradient_is_saved_for_the_backward_pass(name, dtype):
+    """float16 can't hold it before the loss scale is multiplied in."""
+    loss, shape, options = SAVING[name]
+    student, teacher = torch.rand(2, *shape, dtype=dtype).unbind()
+    own, kept = {x.data_ptr() for x in (student, teacher)}, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss(student.detach().requires_grad_(), teacher, backend="triton", **options)
+        loss(student, teacher, backend="triton", **options)
+    gradients = [x for x in kept if x.data_ptr() not in own]
+    assert [x.numel() for x in gradients] == [student.numel()] * (dtype == torch.bfloat16)
