@@ -42,13 +42,13 @@ def launches() -> Iterator[dict[str, Any]]:
 def launches_of(call: str, capability: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
-    def note(program, grid, threads, shared, args, written, approximate):
+    def note(program, grid, threads, shared, args, written):
         fresh = [i for i, x in enumerate(args) if torch.is_tensor(x) and is_fresh(x, written)]
         kept = [x.detach().clone() if torch.is_tensor(x) else x for x in args]
         found.append({"ptx": program.text, "grid": grid, "threads": threads[0], "shared": shared,
                       "args": kept, "fresh": fresh, "name": program.entry.name,
                       "capability": capability})  # fmt: skip
-        return execute(program, grid, threads, shared, args, written, approximate)
+        return execute(program, grid, threads, shared, args, written)
 
     def is_fresh(x, written):
         new = {start for (start, _), known in written.items() if not known.any()}

@@ -14,9 +14,7 @@ from tools.ptx.compiled import Launches
 
 
 @contextlib.contextmanager
-def executing(
-    capability: int, *, approximate: int = 0, forms: set[Form] | None = None
-) -> Iterator[Launches]:
+def executing(capability: int, *, forms: set[Form] | None = None) -> Iterator[Launches]:
     """`tools.ptx.executing` for fastkd's functions; ``forms`` collects the forms launched."""
     from fastkd._core import dispatch
     from fastkd.kernels import launch
@@ -28,6 +26,6 @@ def executing(
     with (
         mock.patch.object(dispatch, "triton_devices", lambda: ("cuda", "cpu")),
         mock.patch.object(launch, "capability", lambda device: capability // 10),
-        ptx.executing(capability, approximate=approximate, on_compile=note) as launches,
+        ptx.executing(capability, on_compile=note) as launches,
     ):
         yield launches

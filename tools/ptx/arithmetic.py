@@ -145,7 +145,7 @@ def plain(x: Instruction, program: Any) -> Run | None:
     if type[0] in "usbp" and type not in ("bf16", "bf16x2"):
         return integers(x, program)
     if x.opcode == "div":
-        return division(x, program)
+        return special(x, program)
     rounded = rounding_of(x) != "rn" or (x.opcode == "fma" and "16" in type)
     if rounded or {"sat", "xorsign", "relu"} & set(words):
         return None
@@ -258,61 +258,23 @@ def permute(x: Instruction, program: Any) -> Run | None:
     return compute(x, program, function, "b32", "b32")
 
 
-# What is approximate, by PTX's documentation: the largest relative error of each.
-
-ERRORS = {
-    ("ex2", "f32"): 2.0**-22, ("lg2", "f32"): 2.0**-22.6, ("sqrt", "f32"): 2.0**-23,
-    ("rsqrt", "f32"): 2.0**-22.9, ("rcp", "f32"): 2.0**-23, ("div", "f32"): 2.0**-22,
-    ("rsqrt", "f64"): 2.0**-22.9, ("rcp", "f64"): 2.0**-20,
-}  # fmt: skip
-FUNCTIONS = {
-    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
-    "rcp": lambda a: 1 / a, "div": lambda a, b: a / b,
-}  # fmt: skip
+EXACT = {"sqrt": np.sqrt, "rcp": np.reciprocal, "div": np.divide}
+FUNCTIONS = {**EXACT, "ex2": np.exp2, "lg2": np.log2, "rsqrt": lambda a: 1 / np.sqrt(a)}
 
 
 @decodes("ex2", "lg2", "sqrt", "rsqrt", "rcp")
 def special(x: Instruction, program: Any) -> Run | None:
-    type, words = x.type, x.modifiers
-    if "approx" not in words:
-        if rounding_of(x) != "rn" or x.opcode not in ("sqrt", "rcp"):
-            return None
-        exact = np.sqrt if x.opcode == "sqrt" else np.reciprocal
-        return compute(x, program, with_float_rules(x, exact), type, type)
-    return approximate(x, program)
-
-
-def division(x: Instruction, program: Any) -> Run | None:
-    if "approx" in x.modifiers or "full" in x.modifiers:
-        return approximate(x, program)
-    if rounding_of(x) != "rn":
+    """``.approx`` and ``.full`` are computed in float64 and rounded once."""
+    if x.type not in ("f32", "f64") or rounding_of(x) != "rn":
         return None
-    return compute(x, program, with_float_rules(x, np.divide), x.type, x.type)
+    function = EXACT.get(x.opcode)
+    if {"approx", "full"} & set(x.modifiers):
+        wide = FUNCTIONS[x.opcode]
 
+        def function(*values: np.ndarray) -> np.ndarray:
+            return wide(*(v.astype(np.float64) for v in values)).astype(values[0].dtype)
 
-def approximate(x: Instruction, program: Any) -> Run | None:
-    """Exact and rounded, or moved by as much as is documented where that is not exact."""
-    type = x.type
-    function, error = FUNCTIONS[x.opcode], ERRORS[x.opcode, type]
-    reads = [reader(operand, type, program.entry.symbols) for operand in x.operands[1:]]
-    write = writer(x.operands[0], type)
-    ftz = "ftz" in x.modifiers
-
-    def run(m: Any, mask: Any) -> None:
-        values = [read(m.registers) for read in reads]
-        if ftz and type == "f32":
-            values = list(map(flush, values))
-        exact = function(*[v.astype(np.float64) for v in values])
-        result = canonical(exact.astype(values[0].dtype))
-        if m.approximate:
-            moved = exact + m.approximate * error * np.abs(exact)
-            if x.opcode == "lg2":  # of values near 1 the absolute error is bounded
-                moved = exact + m.approximate * error * np.maximum(np.abs(exact), 1.0)
-            moved = moved.astype(result.dtype)
-            result = np.where((result != exact) & np.isfinite(exact), moved, result)
-        write(m.registers, flush(result) if ftz and type == "f32" else result, mask)
-
-    return run
+    return function and compute(x, program, with_float_rules(x, function), x.type, x.type)
 
 
 @decodes("copysign")

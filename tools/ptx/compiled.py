@@ -119,7 +119,7 @@ class _Kernel:
         threads = 32 * self.form.warps
         counts = execute(
             program(self.form.ptx), (x, y, z), (threads,), self.form.shared, args,
-            self.device.fresh.written(), self.device.approximate,
+            self.device.fresh.written(),
         )  # fmt: skip
         self.device.launches.append((self.form.name, counts))
         self.device.launches.forms[self.form.name] = self.form
@@ -128,8 +128,8 @@ class _Kernel:
 class _Device:
     """Triton's driver of a GPU that is executed here."""
 
-    def __init__(self, capability: int, approximate: int, on_compile: OnCompile) -> None:
-        self.capability, self.approximate, self.on_compile = capability, approximate, on_compile
+    def __init__(self, capability: int, on_compile: OnCompile) -> None:
+        self.capability, self.on_compile = capability, on_compile
         self.launches, self.fresh = Launches(), Fresh()
 
     def get_current_device(self) -> int:
@@ -152,12 +152,10 @@ class _Device:
 
 
 @contextlib.contextmanager
-def executing(
-    capability: int, *, approximate: int = 0, on_compile: OnCompile = lambda *_: None
-) -> Iterator[Launches]:
+def executing(capability: int, *, on_compile: OnCompile = lambda *_: None) -> Iterator[Launches]:
     """Context in which Triton's launches on CPU tensors are compiled and run here.
 
-    Its value collects (kernel's name, `Counts`) of each launch. ``approximate`` as in `launch`.
+    Its value collects (kernel's name, `Counts`) of each launch.
     ``on_compile`` gets what Triton passes to its compiler: kernel, capability, signature,
     constants, attributes, options. TRITON_INTERPRET must be unset: the interpreter replaces
     kernels at import.
@@ -167,7 +165,7 @@ def executing(
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("executing: TRITON_INTERPRET=1 leaves nothing to compile; unset it")
-    device = _Device(capability, approximate, on_compile)
+    device = _Device(capability, on_compile)
     forms: dict[Any, _Kernel] = {}
 
     def form(kernel: Any, key: Any, *rest: Any) -> _Kernel:

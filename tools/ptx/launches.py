@@ -26,7 +26,6 @@ def launch(
     shared: int = 0,
     args: Sequence[Any] = (),
     fresh: Sequence[Tensor] = (),
-    approximate: int = 0,
 ) -> Counts:
     """Execute the one entry of a PTX text on CPU tensors, which its stores change in place.
 
@@ -37,8 +36,6 @@ def launch(
         args: the entry's parameters in order: tensors (a pointer to their first element), numbers,
             ``bytes`` for a structure. Pointers missing at the end are null.
         fresh: tensors that nobody has written to yet; reading one before is a hazard.
-        approximate: 1 or −1 moves the results of ``.approx`` instructions up or down by the error
-            that PTX documents, 0 rounds exact ones.
 
     Raises:
         Hazard: the program does what it may not rely on.
@@ -46,7 +43,7 @@ def launch(
     """
     written = {extent(x): np.zeros(extent(x)[1] - extent(x)[0], bool) for x in fresh}
     sizes = (threads,) if isinstance(threads, int) else threads
-    return execute(program(ptx), grid, sizes, shared, args, written, approximate)
+    return execute(program(ptx), grid, sizes, shared, args, written)
 
 
 def execute(
@@ -56,7 +53,6 @@ def execute(
     shared: int,
     args: Sequence[Any],
     written: Written,
-    approximate: int = 0,
 ) -> Counts:
     grid3, threads3 = ((*map(int, sizes), 1, 1)[:3] for sizes in (grid, threads))
     per_cta = threads3[0] * threads3[1] * threads3[2]
@@ -77,7 +73,7 @@ def execute(
         for first in range(0, len(ctas), together):
             machine = Machine(
                 of, ctas[first : first + together], grid3, threads3, size, memory, counter,
-                parameters, approximate,
+                parameters,
             )  # fmt: skip
             machine.block_counts = counts
             machine.run()

@@ -105,10 +105,9 @@ class Machine:
         memory: Global,
         counts: Counter,
         parameters: bytes,
-        approximate: int,
     ) -> None:
         self.program, self.memory, self.counts = program, memory, counts
-        self.parameters, self.approximate = parameters, approximate
+        self.parameters = parameters
         self.threads = threads[0] * threads[1] * threads[2]
         self.size = size = len(ctas) * self.threads
         self.lane = np.arange(size)

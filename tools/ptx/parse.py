@@ -50,12 +50,6 @@ class Pair(NamedTuple):
     second: Register | None
 
 
-class Negated(NamedTuple):
-    """``!p``."""
-
-    register: Register
-
-
 class Vector(NamedTuple):
     items: tuple
 
@@ -82,7 +76,7 @@ class Instruction:
                 yield x.index
             elif isinstance(x, (Vector, Pair)):
                 yield from self.registers(x.items if isinstance(x, Vector) else tuple(x))
-            elif isinstance(x, (Address, Negated)):
+            elif isinstance(x, Address):
                 yield from self.registers((x[0],))
 
 
@@ -237,7 +231,7 @@ class _Body:
         modifiers = tuple(match["modifiers"].split(".")[1:])
         try:
             operands = tuple(map(self.operand, split(match["operands"])))
-        except (KeyError, ValueError) as error:
+        except (AttributeError, KeyError, ValueError) as error:
             raise UnknownInstruction(f"line {self.line_of(start)}: {text} ({error})") from error
         self.entry.instructions.append(
             Instruction(
@@ -279,8 +273,6 @@ class _Body:
             first, second = (None if x.strip() == "_" else self.register(x.strip())
                              for x in text.split("|"))  # fmt: skip
             return Pair(first, second)
-        if text[0] == "!":
-            return Negated(self.register(text[1:]))
         if text[:2].lower() in ("0f", "0d"):
             return Immediate(int(text[2:], 16), True)
         if re.fullmatch(r"-?\d\w*", text):

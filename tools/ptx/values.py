@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .parse import Immediate, Instruction, Negated, Register, Symbol, UnknownInstruction, width
+from .parse import Immediate, Instruction, Register, Symbol, UnknownInstruction, width
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -49,9 +49,6 @@ def narrow_bf16(x: np.ndarray) -> np.ndarray:
 def reader(x: Any, type: str, symbols: dict[str, int]) -> Read:
     """How to read an operand as values of a type."""
     bits, as_type = width(type), numpy_type(type)
-    if isinstance(x, Negated):
-        index = x.register.index
-        return lambda R: ~R[index]
     if isinstance(x, Symbol):
         value = np.array([symbols[x.name] + x.offset], UNSIGNED[bits])
         return lambda R: value
