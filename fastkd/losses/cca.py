@@ -32,7 +32,6 @@ from fastkd.linalg.roots import inv_sqrtm_ref
 Reduction = Literal["sum", "mean", "none"]
 REDUCTIONS = get_args(Reduction)
 Pool = Literal["tokens", "cls", "mean"]
-POOLS = get_args(Pool)
 
 Ridge = float | tuple[float, float]
 

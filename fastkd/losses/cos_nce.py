@@ -36,7 +36,6 @@ from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 Pool = Literal["tokens", "cls", "mean"]
-POOLS = get_args(Pool)
 
 # Elements of one block of negatives: 2 MB, so that a block and its products fit the cache.
 BLOCK_ELEMENTS = 2**18
@@ -150,65 +149,40 @@ def cos_nce_loss(
     tensor(0.5000)
     """
     features = None if negatives is None else [negatives]
-    given = _Negatives(features, negatives_mask, negatives_labels)
-    options = reduction, backend, ranks_of(gather, group)
-    return _cos_nce_layers([student], [teacher], given, labels, mask, *options, weights)
+    of_negatives = features, negatives_mask, negatives_labels
+    batch = _Batch([student], [teacher], labels, mask, weights, *of_negatives)
+    return _cos_nce_layers(batch, reduction, backend, ranks_of(gather, group))
 
 
 @dataclass(frozen=True)
-class _Negatives:
-    """The caller's negatives; without features the negatives are samples of the batch."""
+class _Batch:
+    """Layers (B, ..., D) of both models, and what belongs to their samples and negatives."""
 
-    features: list[Tensor] | None = None  # (K, ..., D) or (B, K, ..., D) for each layer
-    mask: Tensor | None = None  # of all layers
-    labels: Tensor | None = None
+    students: list[Tensor]
+    teachers: list[Tensor]
+    labels: Tensor | None
+    mask: Tensor | None
+    weights: Tensor | None
+    negatives: list[Tensor] | None  # (K, ..., D) or (B, K, ..., D) a layer; None: other samples
+    negatives_mask: Tensor | None  # of all layers
+    negatives_labels: Tensor | None
 
 
 @planned
-def _cos_nce_layers(
-    students: list[Tensor],
-    teachers: list[Tensor],
-    given: _Negatives,
-    labels: Tensor | None,
-    mask: Tensor | None,
-    reduction: str,
-    backend: str,
-    ranks: Ranks | None,
-    weights: Tensor | None = None,
-) -> Tensor:
+def _cos_nce_layers(given: _Batch, reduction: str, backend: str, ranks: Ranks | None) -> Tensor:
     """Mean `cos_nce_loss` of the layers; reduction "none" and weights allow one layer."""
-    first = students[0]
-    for student, teacher in zip(students, teachers, strict=True):
-        check.pair(student, teacher, min_ndim=2)
-        check.shape("teacher", teacher, student.shape, "the shape of student")
-        same = (*first.shape[:-1], student.shape[-1])
-        check.shape("student", student, same, "leading dimensions as in the first layer")
-    mask = check.mask(mask, first.shape[:-1], first.device)
-    weights = check.weights(weights, first.shape[:-1], first, mask)
-    if labels is not None:
-        check.labels("labels", labels, first.shape[0], first.device)
-    given = _checked_given(given, students, labels)
+    given = _checked(given)
     check.choice("reduction", reduction, REDUCTIONS)
     if ranks is not None:
-        students, teachers, given, labels, mask, weights = _gathered(
-            students, teachers, given, labels, mask, weights, ranks
-        )
-        first = students[0]
+        given = _gathered(given, ranks)
+    first = given.students[0]
     runs_on = backend_of(backend, "cos_nce_loss", first)
-
-    students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
-    if mask is not None:
-        mask = mask.reshape(students[0].shape[:2])
-    if weights is not None:
-        weights = weights.reshape(students[0].shape[:2])
-    negatives: Sequence[Tensor | None] = [None] * len(students)
-    if given.features is not None:
-        leading = given.features[0].dim() - first.dim() + 1
-        negatives = rows = [_flat(x, leading) for x in given.features]
-        given, labels = _flat_given(given, rows[0].shape[:-1], labels)
-    layers = list(zip(students, teachers, negatives, strict=True))
-    labels_and_masks = (labels, mask, given.labels, given.mask)
-    if runs_on == "triton" and students[0].numel() > 0:
+    batch = _flattened(given)
+    negatives: Sequence[Tensor | None] = batch.negatives or [None] * len(batch.students)
+    layers = list(zip(batch.students, batch.teachers, negatives, strict=True))
+    labels_and_masks = batch.labels, batch.mask, batch.negatives_labels, batch.negatives_mask
+    weights = batch.weights
+    if runs_on == "triton" and batch.students[0].numel() > 0:
         loss = _triton_layers(layers, labels_and_masks, weights, reduction)
     else:
         losses = []
@@ -223,50 +197,35 @@ def _cos_nce_layers(
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 
 
-def _gathered(
-    students: list[Tensor],
-    teachers: list[Tensor],
-    given: _Negatives,
-    labels: Tensor | None,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    ranks: Ranks,
-) -> tuple[list[Tensor], list[Tensor], _Negatives, Tensor | None, Tensor | None, Tensor | None]:
+def _gathered(given: _Batch, ranks: Ranks) -> _Batch:
     """Samples of all processes, and their negatives: shared ones become one bank."""
-    each = given.features is not None and given.features[0].dim() > students[0].dim()
-    besides = _gathered_besides(labels, given, each)
+    students, labels, weights = given.students, given.labels, given.weights
+    negatives, negatives_mask = given.negatives, given.negatives_mask
+    others, n = given.negatives_labels, len(students)
+    each = negatives is not None and negatives[0].dim() > students[0].dim()
+    # Besides the features; it must be equal in all processes.
+    besides = "".join(f", labels {x.dtype}" for x in (labels, others) if x is not None)
+    if negatives is not None and each:
+        masked = "without a mask" if negatives_mask is None else "with a mask"
+        besides += f", {negatives[0].shape[1]} negatives of each {masked}"
+    elif negatives is not None:
+        besides += ", shared negatives"
     weighted = [] if weights is None else [weights[..., None]]
-    rows, mask = ranks.gather_samples([*students, *teachers, *weighted], mask, besides)
+    rows, mask = ranks.gather_samples([*students, *given.teachers, *weighted], given.mask, besides)
     if weights is not None:
         weights = rows.pop().squeeze(-1)
     labels = None if labels is None else ranks.gather(labels)
-    if given.features is not None:
-        negatives, bank = given.features, ranks
-        if not each:  # shared by all samples
-            bank = Ranks(ranks.group)
-            negatives, negatives_mask = bank.gather_samples(negatives, given.mask)
-        else:
-            positions = students[0].shape[1:-1].numel()
-            missing = rows[0].shape[1:-1].numel() - positions  # tokens that gathering padded
-            padding = (0, missing) if missing else ()
-            negatives = [bank.gather(F.pad(x, (0, 0, *padding))) for x in negatives]
-            negatives_mask = given.mask
-            if negatives_mask is not None:
-                negatives_mask = bank.gather(F.pad(negatives_mask, padding))
-        others = None if given.labels is None else bank.gather(given.labels)
-        given = _Negatives(negatives, negatives_mask, others)
-    return rows[: len(students)], rows[len(students) :], given, labels, mask, weights
-
-
-def _gathered_besides(labels: Tensor | None, given: _Negatives, each: bool) -> str:
-    """Description of what is gathered besides features; it must be equal in all processes."""
-    text = "".join(f", labels {x.dtype}" for x in (labels, given.labels) if x is not None)
-    if given.features is not None and not each:
-        text += ", shared negatives"
-    elif given.features is not None:
-        masked = "without a mask" if given.mask is None else "with a mask"
-        text += f", {given.features[0].shape[1]} negatives of each {masked}"
-    return text
+    bank = ranks if each else Ranks(ranks.group)
+    if negatives is not None and each:
+        missing = rows[0].shape[1:-1].numel() - students[0].shape[1:-1].numel()
+        padding = (0, missing) if missing else ()  # of tokens, as gathering has padded the samples
+        negatives = [bank.gather(F.pad(x, (0, 0, *padding))) for x in negatives]
+        if negatives_mask is not None:
+            negatives_mask = bank.gather(F.pad(negatives_mask, padding))
+    elif negatives is not None:
+        negatives, negatives_mask = bank.gather_samples(negatives, negatives_mask)
+    others = None if others is None else bank.gather(others)
+    return _Batch(rows[:n], rows[n:], labels, mask, weights, negatives, negatives_mask, others)
 
 
 def _flat(x: Tensor, leading: int = 1) -> Tensor:
@@ -277,16 +236,29 @@ def _flat(x: Tensor, leading: int = 1) -> Tensor:
     return F.pad(x, (0, 1)) if x.shape[-1] == 0 else x
 
 
-def _flat_given(
-    given: _Negatives, shape: torch.Size, labels: Tensor | None
-) -> tuple[_Negatives, Tensor | None]:
-    """Mask and labels of negatives (K, P) or (B, K, P); labels (B, K) become part of the mask."""
-    mask = None if given.mask is None else given.mask.reshape(shape)
-    if labels is None or given.labels is None or len(shape) == 2:
-        return _Negatives(given.features, mask, given.labels), labels
-    labels, others = comparable(labels, given.labels)
-    other = (labels[:, None] != others)[..., None].expand(shape)
-    return _Negatives(given.features, other if mask is None else mask & other), None
+def _flattened(given: _Batch) -> _Batch:
+    """Features (B, P, D), negatives (K, P, D) or (B, K, P, D), and their masks.
+
+    Labels (B, K) of negatives become part of the mask.
+    """
+    students = [_flat(x) for x in given.students]
+    teachers = [_flat(saveable(x)) for x in given.teachers]
+    mask, weights = (
+        None if x is None else x.reshape(students[0].shape[:2]) for x in (given.mask, given.weights)
+    )
+    labels, others, negatives = given.labels, given.negatives_labels, given.negatives
+    negatives_mask = given.negatives_mask
+    if negatives is not None:
+        leading = negatives[0].dim() - given.students[0].dim() + 1
+        negatives = [_flat(x, leading) for x in negatives]
+        shape = negatives[0].shape[:-1]
+        negatives_mask = None if negatives_mask is None else negatives_mask.reshape(shape)
+        if labels is not None and others is not None and leading == 2:
+            labels, others = comparable(labels, others)
+            other = (labels[:, None] != others)[..., None].expand(shape)
+            negatives_mask = other if negatives_mask is None else negatives_mask & other
+            labels = others = None
+    return _Batch(students, teachers, labels, mask, weights, negatives, negatives_mask, others)
 
 
 @dataclass(eq=False, repr=False)
@@ -363,9 +335,11 @@ class CosNCELoss(LossModule, InGroup):
             teachers.append(teacher.to(students[-1].dtype))
             if given is not None:
                 given[i] = given[i].to(students[-1].dtype)
-        bank = _Negatives(given, negatives_mask, negatives_labels)
-        options = self.reduction, self.backend, ranks_of(self.gather, self.group)
-        return _cos_nce_layers(students, teachers, bank, labels, mask_of_layers, *options)
+        rest = labels, mask_of_layers, None, given, negatives_mask, negatives_labels
+        ranks = ranks_of(self.gather, self.group)
+        return _cos_nce_layers(
+            _Batch(students, teachers, *rest), self.reduction, self.backend, ranks
+        )
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:
         check.pair(student, teacher, min_ndim=2)
@@ -392,19 +366,30 @@ class CosNCELoss(LossModule, InGroup):
         return student, teacher, None if mask is None else mask.any(1)
 
 
-def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | None) -> _Negatives:
-    """``given``, checked, with a bool mask."""
-    if given.features is None:
-        for name, value in (("mask", given.mask), ("labels", given.labels)):
-            if value is not None:
-                raise ValueError(f"negatives_{name} belongs to negatives; pass negatives too")
+def _checked(given: _Batch) -> _Batch:
+    """The batch, checked, with bool masks."""
+    first, labels = given.students[0], given.labels
+    for student, teacher in zip(given.students, given.teachers, strict=True):
+        check.pair(student, teacher, min_ndim=2)
+        check.shape("teacher", teacher, student.shape, "the shape of student")
+        same = (*first.shape[:-1], student.shape[-1])
+        check.shape("student", student, same, "leading dimensions as in the first layer")
+    mask = check.mask(given.mask, first.shape[:-1], first.device)
+    weights = check.weights(given.weights, first.shape[:-1], first, mask)
+    if labels is not None:
+        check.labels("labels", labels, first.shape[0], first.device)
+    given = dataclasses.replace(given, mask=mask, weights=weights)
+    if given.negatives is None:
+        for name in ("negatives_mask", "negatives_labels"):
+            if getattr(given, name) is not None:
+                raise ValueError(f"{name} belongs to negatives; pass negatives too")
         return given
-    if (labels is None) != (given.labels is None):
+    if (labels is None) != (given.negatives_labels is None):
         raise ValueError(
             "labels are compared with negatives_labels if negatives are given; pass both or neither"
         )
-    first = given.features[0]
-    for negatives, student in zip(given.features, students, strict=True):
+    bank = given.negatives[0]
+    for negatives, student in zip(given.negatives, given.students, strict=True):
         check.floating("negatives", negatives)
         check.like("negatives", negatives, "student", student)
         check.no_grad("negatives", negatives)
@@ -417,14 +402,13 @@ def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | N
                 f"negatives must have shape (K, {named}) or ({student.shape[0]}, K, {named}), "
                 f"got {shape}"
             )
-        same = (*first.shape[:-1], negatives.shape[-1])
+        same = (*bank.shape[:-1], negatives.shape[-1])
         check.shape("negatives", negatives, same, "leading dimensions as in the first layer")
-    leading, device = first.shape[:-1], first.device
-    mask = check.mask(given.mask, leading, device, "negatives_mask", "negatives", False)
-    if given.labels is not None:
-        samples = first.dim() - students[0].dim() + 1  # (K,) or (B, K)
-        check.labels("negatives_labels", given.labels, leading[:samples], device)
-    return dataclasses.replace(given, mask=mask)
+    of_bank = bank.shape[:-1], bank.device, "negatives_mask", "negatives", False
+    if given.negatives_labels is not None:
+        sizes = bank.shape[: bank.dim() - first.dim() + 1]  # (K,) or (B, K)
+        check.labels("negatives_labels", given.negatives_labels, sizes, bank.device)
+    return dataclasses.replace(given, negatives_mask=check.mask(given.negatives_mask, *of_bank))
 
 
 def _by_reference(

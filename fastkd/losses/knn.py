@@ -14,6 +14,7 @@ from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
+    GradientInForward,
     LossInCpp,
     Projector,
     apply,
@@ -35,7 +36,6 @@ from fastkd.losses.neighbours import neighbour_losses
 Reduction = Literal["sum", "mean", "none"]
 REDUCTIONS = get_args(Reduction)
 Pool = Literal["cls", "mean", "tokens"]
-POOLS = get_args(Pool)
 
 
 def knn_feature_loss_ref(
@@ -76,7 +76,7 @@ def knn_feature_loss_ref(
     if weights is not None:
         l_hidd = l_hidd * weights
     if reduction == "mean":
-        l_hidd = l_hidd / _count(student_labels, ignore_index).clamp_min(1)
+        l_hidd = l_hidd / _counted(student_labels, ignore_index).sum().clamp_min(1)
     return l_hidd if reduction == "none" else l_hidd.sum()
 
 
@@ -172,7 +172,7 @@ def knn_feature_loss(
         teacher, bank_labels = ranks.gather_together(teacher, bank_labels)
         bank_size = len(teacher)
     # Each row is divided by it: the sum may overflow where the mean doesn't.
-    count = _count(student_labels, ignore_index) if reduction == "mean" else None
+    count = _counted(student_labels, ignore_index).sum() if reduction == "mean" else None
     if ranks is not None and count is not None:
         count = ranks.sum(count)
     k = min(k, bank_size)  # sym_min under Dynamo where a size is symbolic
@@ -197,10 +197,6 @@ def knn_feature_loss(
 def _counted(labels: Tensor, ignore_index: int) -> Tensor:
     (labels,) = comparable(labels)
     return labels != ignore_index
-
-
-def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    return _counted(labels, ignore_index).sum()
 
 
 @dataclass(eq=False, repr=False)
@@ -402,7 +398,7 @@ class _Options:
         )
 
 
-class _TorchKNN(torch.autograd.Function):
+class _TorchKNN(GradientInForward):
     """Loss of each student row (N,), divided by ``count`` if given and not 0."""
 
     @staticmethod
@@ -410,18 +406,11 @@ class _TorchKNN(torch.autograd.Function):
         losses, residual = neighbour_losses(
             student, teacher, low, high, labels, options.k, options.ignore_index
         )
-        count = None if count is None else count.clamp_min(1)
-        ctx.save_for_backward(residual, count)
-        ctx.dtype = student.dtype
-        return losses if count is None else losses / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        residual, count = ctx.saved_tensors  # (N, D), ()
-        scale = grad * (2 / residual.shape[1])
-        scale = scale if count is None else scale / count
-        return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
+        divisor = 1 if count is None else count.clamp_min(1)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(residual * (2 / residual.shape[1]) / divisor)  # (N, D)
+            ctx.dtypes = [student.dtype]
+        return losses / divisor
 
 
 class _TritonKNN(torch.autograd.Function):

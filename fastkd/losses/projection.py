@@ -25,6 +25,7 @@ from fastkd._core.numerics import (
     zero_padding,
 )
 from fastkd._core.plans import planned
+from fastkd._core.pooling import pool_tokens
 from fastkd.linalg.cayley import (
     Cayley,
     RowsTimesCayley,
@@ -466,7 +467,7 @@ class DualProjectionLoss(LossModule):
                 f"{tuple(teacher.shape)}; pass teacher_mask too"
             )
 
-        h_s, h_t = _pool(student, mask), _pool(teacher, teacher_mask)  # (B, Ds), (B, Dt)
+        h_s, h_t = _pooled(student, mask), _pooled(teacher, teacher_mask)  # (B, Ds), (B, Dt)
         masked = [(student, mask), (teacher, teacher_mask)]
         is_shared = mask is not None and teacher_mask is mask
         valid = _real_samples(masked[:1] if is_shared else masked)
@@ -499,15 +500,9 @@ def _check_features(name: str, x: Tensor, dim: int) -> None:
         raise ValueError(f"{name} must have {dim} columns ({name}_dim), got {tuple(x.shape)}")
 
 
-def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
+def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean (B, D) over the real tokens of (B, N, D) (eq. 3), 0 without any; (B, D) is kept."""
-    x = zero_padding(x, mask)
-    if x.dim() == 2:
-        return upcast(x)
-    total = x.sum(1, dtype=working_dtype(x))
-    if mask is None:
-        return total / max(x.shape[1], 1)
-    return total / mask.sum(1, keepdim=True).clamp(min=1)
+    return upcast(zero_padding(x, mask)) if x.dim() == 2 else pool_tokens(x, mask, "mean")
 
 
 def _real_samples(masked: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
