@@ -40,7 +40,6 @@ from fastkd.lm.row_losses import (
     entropy_and_accuracy,
     log_mass_of,
     row_chunks,
-    total_variation,
 )
 
 # Bytes of logits in memory, on the CPU and on a GPU: enough positions that reading the head and
@@ -57,6 +56,8 @@ LOSSES = ("soft", "task")
 MAIN_TERMS = (*LOSSES, "entropy", "accuracy")
 TEACHER_TERMS = ("total_variation", "teacher_entropy", "teacher_log_prob")
 TERMS = (*MAIN_TERMS, *TEACHER_TERMS, "log_prob")
+
+TOTAL_VARIATION = SoftTargetOptions("total_variation", 0.0, temperature=1.0, scale=1.0)
 
 
 @dataclass(frozen=True)
@@ -616,7 +617,8 @@ class _ChunkedPass:
             self.fill_terms(student, by_row, labels, terms)
         log_mass = slope = grad = None
         if self.teacher is not None and self.draft is not None:
-            teacher, log_mass = self.draft_part(teacher[0], self.draft, positions.teacher_rows)
+            draft = self.draft, positions.teacher_rows, options.soft.temperature
+            teacher, log_mass = self.draft_part(teacher[0], *draft)
         if needs_grad and options.student.softcap:
             slope = self.student.slope(student)
         if labels is not None:
@@ -642,11 +644,11 @@ class _ChunkedPass:
         return student
 
     def draft_part(
-        self, whole: Tensor, draft: Tensor, rows: Tensor | None
+        self, whole: Tensor, draft: Tensor, rows: Tensor | None, temperature: float
     ) -> tuple[list[Tensor], Tensor]:
         """The teacher's logits of a draft's tokens and log (R,) of their mass."""
         logits = whole.index_select(1, draft)
-        log_mass = log_mass_of(logits, whole, self.options.soft.temperature, self.runs_on)
+        log_mass = log_mass_of(logits, whole, temperature, self.runs_on)
         # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
         logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
         return [logits], log_mass if rows is None else log_mass[rows]
@@ -715,8 +717,8 @@ class _ChunkedPass:
         if self.runs_on != "cpp":
             return entropy_and_accuracy(logits, labels)
         found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))
-        distance = SoftTargetOptions("total_variation", 0.0, temperature=1.0, scale=1.0)
-        divergence_in_cpp(logits, [logits], distance, None, None, None, labels=labels, terms=found)
+        options = TOTAL_VARIATION, None, None, None
+        divergence_in_cpp(logits, [logits], *options, labels=labels, terms=found)
         return found[0], found[1]
 
     def term(
@@ -733,16 +735,13 @@ class _ChunkedPass:
             return self.log_probs(teacher, labels if self.draft is None else self.draft[labels])
         if name == "teacher_entropy":
             return self.entropy_and_accuracy(teacher, None)[0]
-        if self.draft is not None or self.runs_on != "triton":
-            return total_variation(student, teacher, self.draft)
-        from fastkd.kernels import soft_targets as kernels
-
-        options = "total_variation", 1.0, 1.0, 1.0, 0.0, False
-        return kernels.soft_target_rows(student, teacher, None, None, None, *options)
+        targets, log_mass = [teacher], None
+        if self.draft is not None:
+            targets, log_mass = self.draft_part(teacher, self.draft, None, 1.0)
+        options = TOTAL_VARIATION, 1.0, self.runs_on, False, None, None, log_mass
+        return divergence_in_place(student, targets, *options)
 
     def log_probs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Log-probabilities (R,) of one token for each row of logits (R, V), at temperature 1."""
-        if self.runs_on != "torch":
-            plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
-            return -cross_entropy(self.runs_on, logits, ids, plain)
-        return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+        plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
+        return -cross_entropy(self.runs_on, logits, ids, plain)

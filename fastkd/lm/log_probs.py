@@ -219,7 +219,7 @@ def log_probs(
     tensor([0.2500, 0.2500])
     """
     head = as_head("head", head)
-    options = _options(hidden, head, temperature, chunk_bytes)
+    options = token_options(hidden, head, temperature, chunk_bytes)
     each = isinstance(ids, Tensor) and ids.dim() == hidden.dim()
     shape = (*hidden.shape[:-1], *(ids.shape[-1:] if each else ()))
     check.token_ids("ids", ids, shape, len(head.weight), hidden.device)
@@ -228,23 +228,7 @@ def log_probs(
     return apply(TokenLogProbs, options, tokens, *head.on(rows)).reshape(ids.shape)
 
 
-@torch.no_grad()
-def top_k(
-    hidden: Tensor, head: Tensor | Head, k: int, temperature: float, chunk_bytes: int | None
-) -> tuple[Tensor, Tensor]:
-    """ids and log-probabilities (..., k) of the most probable tokens, for `fastkd.TopK.of`."""
-    head = as_head("head", head)
-    options = _options(hidden, head, temperature, chunk_bytes)
-    check.positive_int("k", k)
-    if k > len(head.weight):
-        raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
-    tensors = head.on(as_rows(hidden))
-    values, _, ids = token_log_probs(tensors, None, k, options)
-    shape = (*hidden.shape[:-1], k)
-    return ids.reshape(shape), values.reshape(shape)
-
-
-def _options(
+def token_options(
     hidden: Tensor, head: Head, temperature: float, chunk_bytes: int | None
 ) -> TokenOptions:
     check.floating("hidden", hidden)

@@ -255,15 +255,3 @@ def log_totals(logits: Tensor, temperature: float, runs_on: str) -> Tensor:
     from fastkd.kernels import cross_entropy as kernels
 
     return kernels.log_totals(logits, temperature)
-
-
-def total_variation(student: Tensor, teacher: Tensor, draft: Tensor | None) -> Tensor:
-    """Total variation (R,) of logits at temperature 1.
-
-    ``draft``: the teacher's token ids of the student's tokens, None for the same vocabulary. The
-    student's probability of all other tokens is 0.
-    """
-    p_s, p_t = (torch.softmax(x, -1) for x in (student, teacher))
-    p_t = p_t if draft is None else p_t[:, draft]
-    outside = 0 if draft is None else 1 - p_t.sum(-1)
-    return ((p_s - p_t).abs_().sum(-1) + outside) / 2

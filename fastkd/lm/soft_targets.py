@@ -1,6 +1,5 @@
 """Soft targets: divergence between the softened output distributions of teacher and student."""
 
-import functools
 import inspect
 import math
 import sys
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
-from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     apply,
@@ -51,7 +49,7 @@ from fastkd.lm.reference import (
     divergence_rows,
     soft_target_rows,
 )
-from fastkd.lm.row_losses import Match, divergence_in_cpp, divergence_in_place, reference_rows
+from fastkd.lm.row_losses import Match, divergence_in_cpp, divergence_in_place
 from fastkd.lm.targets import (
     NO_DRAFT,
     CrossEntropy,
@@ -227,15 +225,6 @@ def soft_target_loss(
     mask, weights = (None if x is None else x.flatten() for x in (mask, weights))
     runs_on = backend_of(backend, "soft_target_loss", student)
     soft = SoftTargetOptions(form, coefficient, temperature, scale, tail)
-    if runs_on == "torch" and match is None:
-        stored = rows[-1].dtype
-        losses = functools.partial(reference_rows, soft=soft, stored=stored)
-        entries = V + rows[-1].shape[-1]
-        loss = by_reference(losses, entries, student, mask, None, *rows)
-        loss = loss if weights is None else loss * weights
-        if reduction != "none":
-            loss = loss.sum() / divisor_of(student, mask, reduction, denominator)
-        return loss.reshape(leading) if reduction == "none" else loss
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
     function: type[torch.autograd.Function] = _SoftTargets
     if runs_on == "triton" and match is None:
@@ -399,7 +388,7 @@ class _Options:
 
 
 class _SoftTargets(torch.autograd.Function):
-    """Loss and gradient in one pass over the logits, in C++; two vocabularies by any backend."""
+    """Loss and gradient in one pass over the logits; in Triton those of two vocabularies."""
 
     @staticmethod
     def forward(ctx, options, student, mask, denominator, weights, *teacher):
@@ -408,15 +397,16 @@ class _SoftTargets(torch.autograd.Function):
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows, needs_grad = options.reduction == "none", ctx.needs_input_grad[1]
         dtype, dstudent = working_dtype(student), None
+        targets = list(teacher[:1] if options.unmatched else teacher)
+        columns = list(teacher[len(targets) :])
         if options.runs_on == "cpp":
             if needs_grad:
                 dstudent = empty(student.shape, dtype, student.device)
-            match: dict[str, Any] = {}
-            if options.unmatched:
-                match = {"columns": teacher[1:], "unmatched": options.unmatched}
-                teacher = teacher[:1]
-            student, *targets = dense_rows(student, *teacher)
+            student, *targets = dense_rows(student, *targets)
             call = student, targets, options.soft, dstudent, mask, weights
+            match: dict[str, Any] = {}
+            if columns:
+                match = {"columns": columns, "unmatched": options.unmatched}
             reduction = options.reduction
             loss = divergence_in_cpp(*call, reduction=reduction, denominator=denominator, **match)
             if ctx.by_rows and weights is not None:
@@ -427,8 +417,8 @@ class _SoftTargets(torch.autograd.Function):
             if needs_grad:
                 factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
                 factors = factors if weights is None else factors * weights
-            arguments = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
-            loss, *gradient = matched_soft_targets(*arguments, options.soft, options.runs_on)
+            arguments = student, targets, mask, factors, columns, options.unmatched
+            loss, *gradient = soft_targets_of_rows(*arguments, options.soft, options.runs_on)
             dstudent = gradient[0] if needs_grad else None
             loss = loss if weights is None else loss * weights
             loss = loss if ctx.by_rows else loss.sum() / divisor
@@ -453,9 +443,9 @@ def _shapes(student, teacher, mask, weights, columns, *options):
 
 
 @operator(_shapes)
-def matched_soft_targets(
+def soft_targets_of_rows(
     student: Tensor,
-    teacher: Tensor,
+    teacher: list[Tensor],
     mask: Tensor | None,
     weights: Tensor | None,
     columns: list[Tensor],
@@ -463,21 +453,21 @@ def matched_soft_targets(
     soft: SoftTargetOptions,
     runs_on: str,
 ) -> list[Tensor]:
-    """Values (R,) of logits (R, V_s) and (R, V_t) and, with weights (R,), the weighted gradient.
+    """Values (R,) of logits (R, V) and, with weights (R,), the weighted gradient.
 
-    Both are in the working dtype, and 0 where masked.
+    Both are in the working dtype, and 0 where masked. ``teacher`` and ``columns`` are those of
+    `divergence_in_place`.
     """
     own = student
     if runs_on == "triton" and mask is not None:  # masked logits may be NaN
-        own, teacher = (x.masked_fill(~mask[:, None], 0) for x in (student, teacher))
+        own, *teacher = (x.masked_fill(~mask[:, None], 0) for x in (student, *teacher))
     if runs_on == "triton" or weights is not None:  # overwritten, by a kernel row after row
         dense = torch.contiguous_format
         own = own.to(working_dtype(student), copy=own is student, memory_format=dense)
+    match = Match(columns, unmatched) if columns else None
+    options = soft, 1.0, runs_on, weights is not None, mask, weights
     with autocast_off(student):
-        values = divergence_in_place(
-            own, [teacher], soft, 1.0, runs_on, weights is not None, mask, weights,
-            match=Match(columns, unmatched),
-        )  # fmt: skip
+        values = divergence_in_place(own, teacher, *options, match=match)
     return [values] if weights is None else [values, own]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastkd._core import check, extension
 from fastkd._core.numerics import as_rows, values_readable, working_dtype
 from fastkd.lm.heads import Head, as_head
-from fastkd.lm.log_probs import top_k
+from fastkd.lm.log_probs import token_log_probs, token_options
 
 Tail = Literal["bucket", "renormalise"]
 TeacherMass = Literal["renormalised", "whole"]
@@ -165,9 +165,16 @@ class TopK:
         >>> top.ids.shape, round(top.log_probs[0, 0].exp().item(), 4)
         (torch.Size([2, 2]), 0.2)
         """
-        check.floating("hidden", hidden)
+        head = as_head("head", head)
+        options = token_options(hidden, head, temperature, chunk_bytes)
         check.no_grad("hidden", hidden)
-        return TopK(*top_k(hidden, head, k, temperature, chunk_bytes), tail)
+        check.positive_int("k", k)
+        if k > len(head.weight):
+            raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
+        with torch.no_grad():
+            values, _, ids = token_log_probs(head.on(as_rows(hidden)), None, k, options)
+        shape = (*hidden.shape[:-1], k)
+        return TopK(ids.reshape(shape), values.reshape(shape), tail)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "TopK":
         """With ``change`` applied to ids and log-probabilities."""

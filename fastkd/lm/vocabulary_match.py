@@ -223,13 +223,9 @@ def _token(tokenizer: Any, i: int) -> str:
     return str(tokenizer.convert_ids_to_tokens(i))
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
-    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return marked | set(tokenizer.all_special_ids)
-
-
 def _special_names(tokenizer: Any) -> set[str]:
-    return {_token(tokenizer, i) for i in _special_ids(tokenizer)}
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {_token(tokenizer, i) for i in marked | set(tokenizer.all_special_ids)}
 
 
 def _size(tokenizer: Any) -> int:
