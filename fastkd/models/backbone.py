@@ -261,6 +261,9 @@ class Backbone(Model):
         own = self.encoder_decoder or (self.base is self.inner and self.has_head)
         self.last_modules = {self.stack} if own else {self.stack, self.base}
 
+    def __str__(self) -> str:
+        return f"{self._name} ({self.class_name})"
+
     def one_stream(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, N, D) of a block's input, which may have several residual streams.
 
@@ -297,8 +300,7 @@ class Backbone(Model):
             return owner.get_input_embeddings()  # type: ignore[no-any-return]
         except NotImplementedError:
             raise ValueError(
-                f"the {self._name} ({self.class_name}) has no embeddings, which the method "
-                "perturbs; set its perturb=False"
+                f"the {self} has no embeddings, which the method perturbs; set its perturb=False"
             ) from None
 
     @property
@@ -353,8 +355,7 @@ class Backbone(Model):
             return batch
         if not isinstance(labels, Tensor):
             raise ValueError(
-                f"the {self._name} ({self.class_name}) is an encoder-decoder; pass labels (B, M), "
-                "or decoder_input_ids"
+                f"the {self} is an encoder-decoder; pass labels (B, M), or decoder_input_ids"
             )
         return {**batch, given[0]: self._shifted_right(labels)}
 
@@ -382,8 +383,8 @@ class Backbone(Model):
         in_groups = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
         if in_groups and self.dtype == torch.float64:
             raise ValueError(
-                f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
-                'experts is not; call its set_experts_implementation("eager")'
+                f"{self} is in float64, but torch's product of grouped experts is not; call its "
+                'set_experts_implementation("eager")'
             )
         for cache in ("use_cache", "use_mems"):
             if cache in self.known_inputs:
@@ -402,9 +403,7 @@ class Backbone(Model):
             if argument not in self.known_inputs:
                 near = difflib.get_close_matches(argument, [*self.known_inputs, "labels"], n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(
-                    f"{self._name} ({self.class_name}) takes no input {argument!r}{hint}"
-                )
+                raise TypeError(f"{self} takes no input {argument!r}{hint}")
 
     def forget_run(self) -> None:
         """Discard the last run's embeddings, before another run on the same batch."""

@@ -184,9 +184,7 @@ def model_outputs(
                 output = backbone.run(inputs)
         if not hidden.keys() >= {*request.layers}:
             output, hidden = _run_with_shown_states(backbone, inputs, {*request.layers}, hidden)
-    attentions = {}
-    if request.attentions:
-        attentions = _attention_maps(backbone, output, request.attentions)
+    attentions = _attention_maps(backbone, output, request.attentions)
     setattr(output, backbone.attentions_name, None)  # not to hold maps that nobody reads
     logits = getattr(output, "logits", None)
     ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
@@ -216,18 +214,16 @@ def model_outputs(
 
 def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) -> dict[int, Tensor]:
     """The attention maps of ``layers`` in the model's output."""
-    attentions = {}
+    attentions, maps = {}, getattr(output, backbone.attentions_name, None)
     for layer in layers:
-        maps = getattr(output, backbone.attentions_name, None)
         if not maps or maps[layer - 1] is None:
             raise ValueError(
-                f"{backbone._name} ({backbone.class_name}) returns no attention map of "
-                f"layer {layer}; use another method"
+                f"{backbone} returns no attention map of layer {layer}; use another method"
             )
         if maps[layer - 1].shape[-1] != maps[layer - 1].shape[-2]:
             raise ValueError(
-                f"{backbone._name} ({backbone.class_name}) attends within windows, whose "
-                "attention maps can't be compared; use another method"
+                f"{backbone} attends within windows, whose attention maps can't be compared; use "
+                "another method"
             )
         attentions[layer] = maps[layer - 1]
     return attentions
@@ -243,9 +239,8 @@ def _run_with_shown_states(
     if not backbone.shows_states:
         missing = ", ".join(map(str, sorted(layers - captured.keys())))
         raise ValueError(
-            f"{backbone._name} ({backbone.class_name}) ran without calling its blocks for "
-            f"layers {missing} as modules, so hooks can't read them; call block(x), not "
-            "block.forward(x)"
+            f"{backbone} ran without calling its blocks for layers {missing} as modules, so hooks "
+            "can't read them; call block(x), not block.forward(x)"
         )
     opaque = backbone.compiled and not torch.compiler.is_compiling()
     backbone._hooks_reach = False
@@ -259,8 +254,8 @@ def _run_with_shown_states(
     states = getattr(output, backbone.hidden_states_name, None)
     if states is None or len(states) != backbone.num_layers + 1:
         raise ValueError(
-            f"{backbone._name} ({type(backbone.inner).__name__}) doesn't return the hidden states "
-            f"of its {backbone.num_layers} layers; {DESCRIBE}"
+            f"{backbone} doesn't return the hidden states of its {backbone.num_layers} layers; "
+            f"{DESCRIBE}"
         )
     setattr(output, backbone.hidden_states_name, None)
     # Vision models end their list before the final norm.
@@ -299,9 +294,8 @@ def _check_shown(
         what = "is compiled" if opaque else "doesn't call its blocks as modules"
         numbers = ", ".join(map(str, sorted(wrong)))
         raise ValueError(
-            f"{backbone._name} ({backbone.class_name}) {what}, and its hidden states {numbers} "
-            "are not the outputs of these layers; "
-            + ("pass it uncompiled, or compile the Distiller" if opaque else DESCRIBE)
+            f"{backbone} {what}, and its hidden states {numbers} are not the outputs of these "
+            f"layers; {'pass it uncompiled, or compile the Distiller' if opaque else DESCRIBE}"
         )
 
 
@@ -314,8 +308,8 @@ def _check_checkpointing(backbone: Backbone) -> None:
         options = getattr(function, "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
             raise ValueError(
-                f"{backbone._name} ({backbone.class_name}): checkpointing with use_reentrant=True "
-                "cuts the gradient of tensors inside the blocks; pass use_reentrant=False"
+                f"{backbone}: checkpointing with use_reentrant=True cuts the gradient of tensors "
+                "inside the blocks; pass use_reentrant=False"
             )
 
 
@@ -324,9 +318,8 @@ def _check_layerdrop(backbone: Backbone, request: LayerRequest) -> None:
     value = getattr(backbone.stack_config, backbone.layerdrop, 0.0)
     if value and request != LayerRequest((backbone.num_layers,)):
         raise ValueError(
-            f"the {backbone._name} ({backbone.class_name}) skips layers at random in training "
-            f"({backbone.layerdrop}={value}), and skipped layers can't be compared; set "
-            f"{backbone.layerdrop}=0 in its configuration"
+            f"the {backbone} skips layers at random in training ({backbone.layerdrop}={value}), "
+            f"and skipped layers can't be compared; set {backbone.layerdrop}=0 in its configuration"
         )
 
 
@@ -341,12 +334,6 @@ class EnsembleOutputs(Outputs):
 
     def without_logits(self) -> "Outputs":
         return self._each(Outputs.without_logits)
-
-    def all_features(self) -> list[Tensor]:
-        return [x for part in self.parts for x in part.all_features()]
-
-    def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
-        return self._each(lambda part: part.features(change))
 
     def joined(self, others: Sequence[Outputs]) -> "Outputs":
         each = zip(self.parts, *(other.parts for other in others), strict=True)  # type: ignore[attr-defined]
