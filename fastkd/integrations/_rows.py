@@ -1,12 +1,12 @@
 """A language model's predictions of rows of tokens, which a server or files have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastkd.distill.cache import scatter
 from fastkd.distill.method import Method
 from fastkd.distill.teachers import OutputSource
 from fastkd.lm.heads import Head
@@ -43,13 +43,8 @@ class SourceModel(Model):
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
-@dataclass
-class Answer:
-    """Predictions of tokens 1 to T − 1 of a row of T tokens."""
-
-    ids: Tensor | None = None  # (T − 1, K)
-    log_probs: Tensor | None = None
-    states: Tensor | None = None  # (T, D), the LM head's inputs
+#: Of a row of T tokens, the top k (T − 1, K) of tokens 1 to T − 1, or the LM head's inputs (T, D).
+Answer = TopK | Tensor
 
 
 class RowSource(OutputSource):
@@ -87,24 +82,23 @@ class RowSource(OutputSource):
         answers = self.answers(self.rows_of(batch))
         real = batch.token_mask
 
-        def scatter(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+        def at_tokens(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
             """Rows (T, width) of each document at its tokens, (B, N, width); padding is zero."""
-            whole = torch.zeros(*real.shape, width, dtype=dtype)
-            whole[real.cpu()] = torch.cat([torch.zeros(0, width, dtype=dtype), *parts])
-            return whole.to(device)
+            return scatter(torch.cat([torch.zeros(0, width, dtype=dtype), *parts]), real).to(device)
 
         if self.top_k is None:
             assert self.head is not None
             head = self.head.map(lambda x: x.to(device))
-            states = [answer.states for answer in answers if answer.states is not None]
-            inputs = scatter(states, head.weight.shape[1], torch.float32)
+            states = [answer for answer in answers if isinstance(answer, Tensor)]
+            inputs = at_tokens(states, head.weight.shape[1], torch.float32)
             return Outputs({}, None, head_inputs=HeadInputs(inputs, head))
         # The last token of a row predicts nothing that is compared.
         last = torch.zeros(1, self.top_k)
-        ids = [torch.cat([a.ids, last.long()]) for a in answers if a.ids is not None]
-        values = [torch.cat([a.log_probs, last]) for a in answers if a.log_probs is not None]
-        first = scatter(ids, self.top_k, torch.int64)
-        top_k = TopK(first, scatter(values, self.top_k, torch.float32))
+        found = [answer for answer in answers if isinstance(answer, TopK)]
+        ids = [torch.cat([each.ids, last.long()]) for each in found]
+        values = [torch.cat([each.log_probs, last]) for each in found]
+        first = at_tokens(ids, self.top_k, torch.int64)
+        top_k = TopK(first, at_tokens(values, self.top_k, torch.float32))
         return Outputs({}, None, top_k=top_k)
 
     def rows_of(self, batch: Batch) -> list[tuple[int, ...]]:

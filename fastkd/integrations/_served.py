@@ -9,6 +9,8 @@ import torch
 from fastkd._core import check
 from fastkd.lm.targets import SLACK, TopK
 
+NONE = -9999.0  # what vLLM's server writes into JSON for −inf
+
 Entry = Sequence[tuple[int, float]]  # ids and log-probabilities, in any order
 
 

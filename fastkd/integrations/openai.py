@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkd._core import check
+from fastkd.integrations._served import NONE
 from fastkd.lm.targets import SLACK, TopK
 from fastkd.lm.vocabulary_match import token_bytes
 
 __all__ = ["Read", "top_k"]
-
-# What vLLM's server writes for −inf.
-NONE = -9999.0
 
 
 class Read(NamedTuple):

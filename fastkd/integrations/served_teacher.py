@@ -18,6 +18,7 @@ from fastkd.distill.distiller import Distiller
 from fastkd.integrations import sglang, vllm
 from fastkd.integrations._rows import Answer, RowSource, SourceError, SourceModel
 from fastkd.lm.heads import Head
+from fastkd.lm.targets import TopK
 from fastkd.models.batch import Batch
 
 __all__ = ["ServedTeacher", "ServerError"]
@@ -187,8 +188,8 @@ class ServedTeacher(RowSource):
         """Check what the first answers show: the student's vocabulary, and the temperature."""
         self._checked = True
         size = self.model.output_size
-        largest = max((int(a.ids.max()) for a in answers if a.ids is not None and a.ids.numel()),
-                      default=0)  # fmt: skip
+        ids = [x.ids for x in answers if isinstance(x, TopK) and x.ids.numel()]
+        largest = max((int(x.max()) for x in ids), default=0)
         if size is not None and largest >= size:
             raise ServerError(
                 f"{self.url}: token id {largest} of {self.name} is beyond the student's {size} "
@@ -199,7 +200,7 @@ class ServedTeacher(RowSource):
             assert self._requests is not None
             other = self._requests.send(rows[longest], temperature=1.0).result()
             mine = answers[longest]
-            assert mine.log_probs is not None and other.log_probs is not None
+            assert isinstance(mine, TopK) and isinstance(other, TopK)
             if torch.allclose(mine.log_probs, other.log_probs, atol=1e-4):
                 raise ServerError(
                     f"{self.url}: its log-probabilities of a prompt ignore the temperature "
@@ -224,7 +225,7 @@ class _Requests:
     async def _answer(self, row: tuple[int, ...], temperature: float | None) -> Answer:
         if len(row) == 1 and self.teacher.top_k is not None:  # nothing is predicted
             empty = torch.zeros(0, self.teacher.top_k)
-            return Answer(empty.long(), empty)
+            return TopK(empty.long(), empty)
         async with self.free:
             t = self.teacher.temperature if temperature is None else temperature
             return self._read(row, await self._post(row, t))
@@ -293,7 +294,7 @@ class _Requests:
                 own = about["input_token_logprobs"]
                 _check_tokens(teacher, row, [entry[1] for entry in own], len(own))
                 if teacher.hidden_states:
-                    return Answer(states=_states(about["hidden_states"], row, teacher))
+                    return _states(about["hidden_states"], row, teacher)
                 entries = about["input_top_logprobs"]
                 top = sglang.top_k(entries, teacher.top_k or 1)
                 held = [_agrees(*pair) for pair in zip(own[1:], entries[1:], strict=True)]
@@ -306,7 +307,7 @@ class _Requests:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ServerError(f"{teacher.url}: its answer can't be used: {what}") from error
-        return Answer(top.ids, top.log_probs)
+        return top
 
 
 def _check_tokens(

@@ -50,7 +50,7 @@ class TopKRows(RowSource):
         raise NotImplementedError
 
     def answers(self, rows: list[tuple[int, ...]]) -> list[Answer]:
-        found = []
+        found: list[Answer] = []
         for number, row in enumerate(rows):
             place = self._places.get(key_of(row))
             if place is None:
@@ -58,7 +58,7 @@ class TopKRows(RowSource):
                     f"row {number} of the batch is not in {self.what} ({len(self)} rows); pass the "
                     "rows and the tokenizer that it was made with"
                 )
-            found.append(Answer(*_checked(*self.find(place), len(row), self.what)))
+            found.append(_checked(*self.find(place), len(row), self.what))
         return found
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ def key_of(row: Sequence[int]) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _checked(ids: Tensor, log_probs: Tensor, length: int, where: str) -> tuple[Tensor, Tensor]:
+def _checked(ids: Tensor, log_probs: Tensor, length: int, where: str) -> TopK:
     """Token ids and log-probabilities (T − 1, K) of a row of T tokens, in int64 and float32."""
     if ids.shape != log_probs.shape or len(ids) not in (length, length - 1):
         raise SourceError(
@@ -230,7 +230,8 @@ def _checked(ids: Tensor, log_probs: Tensor, length: int, where: str) -> tuple[T
             f"{torch.tensor(excess).exp():.4g}); store log_softmax of all logits"
         )
     # Rounded to half precision they may add up to more than 1.
-    return ids, log_probs - log_probs.logsumexp(-1, keepdim=True).clamp(min=SLACK).sub(SLACK)
+    log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True).clamp(min=SLACK).sub(SLACK)
+    return TopK(ids, log_probs)
 
 
 def write(

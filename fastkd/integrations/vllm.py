@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.extras import require
-from fastkd.integrations._served import from_entries, positions_of
+from fastkd.integrations._served import NONE, from_entries, positions_of
 from fastkd.lm.targets import TopK
 
 
@@ -87,9 +87,6 @@ class RecordedBlock:
 
 
 __all__ = ["recorded_teacher", "top_k"]
-
-# What the server writes into JSON for −inf.
-NONE = -9999.0
 
 
 def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
