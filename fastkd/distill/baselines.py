@@ -13,7 +13,7 @@ from fastkd._core import check
 from fastkd._core.numerics import Projector, upcast
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
-from fastkd.distill.method import Layers, Method, check_numbers
+from fastkd.distill.method import Layers, Method, check_fields
 from fastkd.distill.methods import AttentionMSE, SoftTargets
 from fastkd.distill.prediction_losses import margin_loss
 from fastkd.distill.step import Step
@@ -22,6 +22,7 @@ from fastkd.lm.log_probs import log_probs
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.losses.cca import CCALoss, Ridge
 from fastkd.losses.cos_nce import cos_nce_loss
+from fastkd.losses.hidden_states import Kind, hidden_state_loss
 from fastkd.losses.relation import Distance, FCDLoss
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import IGNORED
@@ -105,9 +106,8 @@ class DistilBERT(SoftTargets):
         return {**super().weights(progress), "cosine": self.beta}
 
     def cosine(self, step: Step) -> Tensor:
-        student, teacher = (upcast(x[step.real]) for x in step.last())
-        distances = 1 - F.cosine_similarity(student, teacher, dim=-1)
-        return step.mean(distances.sum(), step.real.sum())
+        distances = hidden_state_loss(*step.last(), step.mask, kind="cosine", reduction="sum")
+        return step.mean(distances, step.real.sum())
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -151,8 +151,7 @@ class Embeddings(Method):
 
     def __post_init__(self) -> None:
         super().__init__()
-        check_numbers(self)
-        check.choice("pooling", self.pooling, ("mean", "cls"))
+        check_fields(self)
         self.teacher_pool = self.pooling
         self.relation_loss = FCDLoss(0.0, 1.0, "l2", self.distance)
         self.cca_loss = CCALoss(self.ridge)
@@ -209,10 +208,9 @@ class Embeddings(Method):
             elif name == "correlations":  # MC3KD, eq. 7
                 yield name, step.across(self.cca_loss)(*rows)
             else:
-                losses = (student - teacher).square().mean(-1)
-                if name == "angles":
-                    losses = 1 - F.cosine_similarity(student, teacher, dim=-1)
-                yield name, step.mean(torch.where(real, losses, 0).sum(), real.sum())
+                kind: Kind = "cosine" if name == "angles" else "mse"
+                total = hidden_state_loss(student, teacher, real, kind=kind, reduction="sum")
+                yield name, step.mean(total, real.sum())
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -251,8 +249,7 @@ class GOLD(Method):
     def __post_init__(self) -> None:
         super().__init__()
         check.number("temperature", self.temperature, above=0)
-        check.choice("merge", self.merge, ("observed", "bayesian"))
-        check_numbers(self)
+        check_fields(self)
 
     def weights(self, progress: float) -> dict[str, float]:
         return {

@@ -69,8 +69,8 @@ class ByRow(nn.Module):
     def split(self, inputs: Mapping[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
         """For each teacher's number its rows (b,) of a batch, and the inputs of these rows.
 
-        Teachers whose weights are spread over processes have an entry in every batch, since all
-        processes must run them; the others only for their rows.
+        Teachers whose weights are spread over processes, by FSDP2 or ZeRO-3, have an entry in every
+        batch, since all processes must run them; the others only for their rows.
         """
         given = inputs.get("teacher_id")
         if given is None:
@@ -82,7 +82,9 @@ class ByRow(nn.Module):
         parts = {}
         for number in range(len(self.names)):
             rows = [row for row, own in enumerate(numbers) if own == number]
-            if rows or self._is_spread(number) or (number == 0 and not numbers):
+            weights = self.models[number].parameters()
+            spread = any(hasattr(x, "device_mesh") or hasattr(x, "ds_id") for x in weights)
+            if rows or spread or (number == 0 and not numbers):
                 index = torch.tensor(rows, dtype=torch.int64, device=device)
                 parts[number] = index, _rows_of(inputs, index, len(numbers))
         return parts
@@ -97,11 +99,6 @@ class ByRow(nn.Module):
                     f"numbers from 0 to {len(self.names) - 1}"
                 )
         return numbers
-
-    def _is_spread(self, number: int) -> bool:
-        """Whether a teacher's weights are sharded by FSDP2 or ZeRO-3."""
-        weights = self.models[number].parameters()
-        return any(hasattr(x, "device_mesh") or hasattr(x, "ds_id") for x in weights)
 
 
 def _rows_of(inputs: Mapping[str, Any], rows: Tensor, count: int) -> dict[str, Any]:

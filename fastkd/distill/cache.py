@@ -119,18 +119,14 @@ class TeacherCache(nn.Module):
         self.reload()
 
     def _check_written_by(self, teacher: nn.Module | None, tokenizer: Any) -> None:
-        written, given = self.about["fingerprint"], dict(self.about["fingerprint"])
-        configuration = self.about["configuration"]
+        what, given = "configuration of the teacher", dict[str, Any]()
+        written = {what: self.about["configuration"], **self.about["fingerprint"]}
         if teacher is not None:
-            given["teacher"] = _weights_digest(teacher)
-            configuration = _configuration(teacher)
+            given = {what: _configuration(teacher), "teacher": _weights_digest(teacher)}
         if None not in (tokenizer, written["tokenizer"]):
             given["tokenizer"] = _tokenizer_digest(tokenizer)
-        for what, old, new in (
-            ("configuration of the teacher", self.about["configuration"], configuration),
-            *((name, written[name], given[name]) for name in written),
-        ):
-            if old != new:
+        for what, new in given.items():
+            if (old := written[what]) != new:
                 raise ValueError(
                     f"{self.path} was written with another {_difference(what, old, new)}; write "
                     "another cache"
@@ -257,7 +253,7 @@ class TeacherCache(nn.Module):
                 path = next(iter(self._rows.values()))[0]
                 samples.append(self._shard(path).get_slice(name)[:1][:0])
             rows = torch.cat(samples).to(device, non_blocking=True)
-            return _scatter(rows, positions) if columns[name] else rows
+            return scatter(rows, positions) if columns[name] else rows
 
         pooled = self.about["kept"]["pool"] != "tokens"
         hidden = {layer: read(f"hidden.{layer}", mask) for layer in wanted["layers"]}
@@ -463,26 +459,21 @@ class CacheWriter:
 
     def write(self, batches: Iterable[Batch]) -> TeacherCache:
         """Add the samples of all batches to the cache."""
-        with on_device(None if self.source is not None else self.teacher.model):
-            return self._write(batches)
-
-    def _write(self, batches: Iterable[Batch]) -> TeacherCache:
         check.positive_int("shard_bytes", self.shard_bytes)
         if self.top_k is not None:
             check.positive_int("top_k", self.top_k)
-        if self.source is None:
-            self.teacher.model.eval()
+        model = None if self.source is not None else self.teacher.model.eval()
         self.folder.mkdir(parents=True, exist_ok=True)
         known: set[bytes] | None = None
-        for batch in batches:
-            keys, mask = sample_keys(batch, self.teacher)
-            if known is None:
-                self._begin(batch)
-                known = set(self.cache._rows)
-            if known.issuperset(keys):
-                continue
-            self.add(batch.teacher or batch, keys, mask, known)
-            known.update(keys)
+        with on_device(model):
+            for batch in batches:
+                keys, mask = sample_keys(batch, self.teacher)
+                if known is None:
+                    self._begin(batch)
+                    known = set(self.cache._rows)
+                if not known.issuperset(keys):
+                    self.add(batch.teacher or batch, keys, mask, known)
+                    known.update(keys)
         if known is None:
             raise ValueError("batches: none given; pass at least one batch to store")
         self.flush()
@@ -633,7 +624,7 @@ class CacheWriter:
             head = head.subset(torch.arange(top["vocabulary"], device=head.weight.device))
         states = inputs.states[real.to(inputs.states.device)]
         found = TopK.of(states, head, top["k"], temperature=top["temperature"])
-        return _scatter(found.ids.int().to(real.device), real), _scatter(
+        return scatter(found.ids.int().to(real.device), real), scatter(
             found.log_probs.float().to(real.device), real
         )
 
@@ -663,7 +654,7 @@ def _choices(batch: Batch) -> bool:
     return bool(batch.inputs["input_ids"].dim() == 3)
 
 
-def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
+def scatter(rows: Tensor, mask: Tensor) -> Tensor:
     """Scatter rows of real tokens (T, ...) to their positions in (B, N, ...); padding is zero."""
     mask = mask.to(rows.device)
     return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put((mask,), rows)
@@ -839,8 +830,7 @@ def _weights_digest(model: nn.Module) -> str:
 def _tokenizer_digest(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
-    tokens = sorted(tokenizer.get_vocab().items())
-    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
 
 
 def _safetensors() -> Any:

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from fastkd.distill.prediction_losses import (
     task_loss,
 )
 from fastkd.distill.step import Step
-from fastkd.lm.soft_targets import DIVERGENCES, DivergenceWord
+from fastkd.lm.soft_targets import DivergenceWord
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import Batches
 from fastkd.models.outputs import LayerRequest
@@ -439,8 +439,7 @@ class WithSoftTargets(Method):
     def __post_init__(self) -> None:
         Method.__init__(self)
         check.number("temperature", self.temperature, above=0)
-        check.choice("divergence", self.divergence, DIVERGENCES)
-        check_numbers(self)
+        check_fields(self)
 
     @property
     def prediction_options(self) -> PredictionOptions:
@@ -461,11 +460,13 @@ class WithSoftTargets(Method):
         return means[0] if len(means) == 1 else torch.stack(means).mean()
 
 
-def check_numbers(method: Any) -> None:
-    """Raise unless each field that is a float is a finite number of at least 0."""
+def check_fields(method: Any) -> None:
+    """Raise unless floats are finite numbers of at least 0, and words those of their type."""
     for field in fields(method):
         value = getattr(method, field.name)
-        if field.type is float or (field.type == float | None and value is not None):
+        if get_origin(field.type) is Literal:
+            check.choice(field.name, value, get_args(field.type))
+        elif field.type is float or (field.type == float | None and value is not None):
             check.number(field.name, value, at_least=0)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd._core import check
-from fastkd._core.numerics import Projector, upcast, zero_padding
+from fastkd._core.numerics import Projector, zero_padding
 from fastkd._core.warn import warn_caller
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.distill.method import Layers, Method, WithSoftTargets
@@ -37,8 +37,9 @@ from fastkd.distributed import world_size
 from fastkd.losses.attention import AttentionLoss, Heads
 from fastkd.losses.cca import CCALoss
 from fastkd.losses.cos_nce import CosNCELoss, cos_nce_loss
-from fastkd.losses.knn import POOLS, IntraClassKNNLoss, Pool
-from fastkd.losses.projection import REDUCTIONS, DualProjectionLoss, Reduction
+from fastkd.losses.hidden_states import hidden_state_loss
+from fastkd.losses.knn import IntraClassKNNLoss, Pool
+from fastkd.losses.projection import DualProjectionLoss, Reduction
 from fastkd.losses.relation import Distance, FCDLoss, Normalize
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import Batches
@@ -130,7 +131,6 @@ class FCD(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
         self.soft_weight = self.task_weight if self.soft_weight is None else self.soft_weight
         self.relations = FCDLoss(normalize=self.normalize, distance=self.distance)
 
@@ -233,8 +233,6 @@ class IntraClassKNN(WithSoftTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive_int("k", self.k)
-        check.choice("pool", self.pool, POOLS)
-        check.choice("reduction", self.reduction, ("sum", "mean"))
         self.teacher_pool = self.pool
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -313,8 +311,6 @@ class LRCBERT(WithSoftTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.fraction("first_stage", self.first_stage)
-        check.choice("pool", self.pool, ("tokens", "sequence", "mean"))
-        check.choice("perturb_norm", self.perturb_norm, ("sample", "batch"))
         self.scheduled = self.first_stage > 0
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -505,8 +501,6 @@ class LRKD(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice("reduction", self.reduction, REDUCTIONS)
-        check.choice("start", self.start, ("identity", "random"))
         if self.alpha is not None:
             check.fraction("alpha", self.alpha)
         check.fraction("gamma", self.gamma)
@@ -612,8 +606,9 @@ class AttentionMSE(WithSoftTargets):
         totals = []
         layers = step.layers(self.student_layers, self.teacher_layers)
         for student, teacher in zip(*layers, strict=True):
-            d = self.W(student, step.mask) - zero_padding(teacher, step.mask)
-            totals.append(upcast(d).square().mean(-1).sum())
+            projected = self.W(student, step.mask)
+            taught = teacher.to(projected.dtype)
+            totals.append(hidden_state_loss(projected, taught, step.mask, reduction="sum"))
         return step.mean(torch.stack(totals).sum(), step.real.sum())
 
 

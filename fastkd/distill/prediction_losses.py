@@ -38,7 +38,7 @@ from fastkd.models.inputs import IGNORED
 from fastkd.models.outputs import Logits
 
 LIST_COLUMNS = 3
-FAR = -3e4  # far below any score, and finite in float16
+FAR = -3e4  # far below any score or logit, and finite in float16
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,14 @@ class Lists:
         """Scores (R, R): in each row those of the pair's list."""
         return scores.flatten().expand(len(scores), -1).masked_fill(~self.same, FAR)
 
-    def divergence(
-        self, student: Tensor, teacher: Tensor, temperature: float, kind: DivergenceWord, t2: bool
-    ) -> Tensor:
+    def divergence(self, student: Any, teacher: Any, options: "PredictionOptions") -> Tensor:
         """Divergence of the distributions over each pair's list (R,)."""
         return soft_target_loss(
             self.rows(upcast(student)),
             self.rows(upcast(teacher)),
-            temperature=temperature,
-            divergence=kind,
-            scale_by_t2=t2,
+            temperature=options.temperature,
+            divergence=options.divergence,
+            scale_by_t2=options.scale_by_t2,
             reduction="none",
         )
 
@@ -209,10 +207,8 @@ def _list_loss(step: Step, lists: Lists, logits: Tensor, options: PredictionOpti
     """Loss on the lists' scores, or on their relevant documents where a list has no score."""
     scored = ~lists.any(lists.scores.isnan())
     known = lists.any(lists.relevant) | scored
-    losses = torch.where(
-        scored, _list_divergence(lists, logits, lists.scores.nan_to_num(), options),
-        lists.contrast(logits),
-    )  # fmt: skip
+    of_scores = lists.divergence(logits, lists.scores.nan_to_num(), options)
+    losses = torch.where(scored, of_scores, lists.contrast(logits))
     return step.mean((losses * lists.weights).where(known, 0).sum(), (known * lists.weights).sum())
 
 
@@ -236,21 +232,13 @@ def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Te
         raise _misfit(places, logits)
     _aligned(step, logits)  # refuses packed rows
     mask = torch.ones_like(logits, dtype=torch.bool) if step.token_mask is None else step.token_mask
-    log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
+    log_p = upcast(logits.masked_fill(~mask, FAR)).log_softmax(-1)  # (B, N)
     index = places.clamp(min=0)[:, None]
     known = (places != IGNORED) & mask.gather(1, index).squeeze(1)
     at_index = log_p.gather(1, index).squeeze(1)
     others = torch.where(mask, log_p, 0).sum(-1) - at_index
     losses = -(at_index + spread * others) / (1 + (mask.sum(-1).to(log_p.dtype) - 1) * spread)
     return step.mean(torch.where(known, losses, 0).sum(), known.sum())
-
-
-def _list_divergence(
-    lists: Lists, student: Any, teacher: Any, options: PredictionOptions
-) -> Tensor:
-    return lists.divergence(
-        student, teacher, options.temperature, options.divergence, options.scale_by_t2
-    )
 
 
 def margin_loss(step: Step, by_labels: bool = False) -> Tensor:
@@ -295,7 +283,7 @@ def soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any,
         problem = _problem(step, student if spans else z_s)
         lists = Lists.of(step.labels, z_s)
         if lists is not None:
-            total = (_list_divergence(lists, z_s, z_t, options) * lists.weights).sum()
+            total = (lists.divergence(z_s, z_t, options) * lists.weights).sum()
             sums.append((total, lists.weights.sum(), False))
             continue
         if problem == REGRESSION:
@@ -305,7 +293,7 @@ def soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any,
             continue
         (z_s, z_t), mask, _, weights = _aligned(step, z_s, z_t)
         if spans and step.token_mask is not None:
-            z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
+            z_s, z_t = (z.masked_fill(~step.token_mask, FAR) for z in (z_s, z_t))
         if problem == MULTI_LABEL:
             z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
         counted, paired = mask, None if step.spans is None else _paired(step)
@@ -574,8 +562,3 @@ def _misfit(labels: Tensor, logits: Tensor) -> ValueError:
     return ValueError(
         f"labels have shape {tuple(labels.shape)} but the student's logits {tuple(logits.shape)}"
     )
-
-
-def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits (B, N) over positions, with no probability for padding."""
-    return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16

@@ -145,12 +145,9 @@ class DistillationTrainer(Trainer):
     ) -> None:
         check.positive_int("prepare_batches", prepare_batches)
         parts = teacher, student, method
-        ways = [
-            all(given is not None for given in parts),
-            model is not None,
-            model_init is not None,
-        ]
-        if sum(ways) != 1 or (not ways[0] and any(given is not None for given in parts)):
+        given = [part is not None for part in parts]
+        ways = [all(given), model is not None, model_init is not None]
+        if sum(ways) != 1 or any(given) != all(given):
             raise ValueError(
                 "model: pass either teacher, student and method, or model=Distiller(...), or "
                 "model_init=..."

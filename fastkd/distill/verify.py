@@ -130,7 +130,7 @@ def begin(
     # No rows stay neighbours, as far as their number allows it.
     shuffled = torch.cat([torch.arange(start, len(tokens), 2) for start in (1, 0)])
     ways: dict[str, Way] = {
-        "the same again": step.again,
+        "the same again": lambda: step.gradients(step.batch),
         "other order of samples": lambda: step.gradients(step.select(shuffled)),
         "wider padding": step.wider,
         "left padding": step.left_padded,
@@ -252,9 +252,6 @@ class _Step:
         one = getattr(self.distiller.config, "num_labels", None) == 1
         if one and Lists.of(self.batch.get("labels"), self.batch["input_ids"][:, 0]):
             raise _CannotDo("the rows of a list stay together")
-
-    def again(self) -> Gradients:
-        return self.gradients(self.batch)
 
     def _mask(self) -> Tensor:
         mask = self.batch.get("attention_mask")
