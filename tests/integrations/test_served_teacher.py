@@ -2,12 +2,10 @@
 
 import copy
 import dataclasses
-import io
 import shutil
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastkd.cli import cache_command
@@ -17,6 +15,7 @@ from fastkd.integrations.served_teacher import ServerError
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, TrainingFailed
+from fastkd.train.progress import Display
 from tests.support.compare import raises
 from tests.support.runs import first_step, made
 from tests.train.tasks.through import make_decoder, write_text
@@ -273,7 +272,7 @@ def test_command_learns_from_a_server_as_from_the_model(decoder, tmp_path):
     cached = {name: given[name] for name in names}
     export = {"export": tmp_path / "files", "batch_size": 4, "out": tmp_path / "cache"}
     settings = Config.of(command="cache", **export, **cached, **more)
-    cache_command.write(settings, Console(file=io.StringIO()))
+    cache_command.write(settings, Display())
     teacher, files = str(tmp_path / "teacher"), {"teacher": str(tmp_path / "files")}
     _, expected = first_step(**given, teacher=teacher)
     for options in (
