@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import random
 from pathlib import Path
 
 import peft
@@ -32,6 +33,7 @@ from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, padded
 from tests.support.compare import raises
+from tests.support.draw import FIRST
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -349,27 +351,22 @@ def test_every_input_of_an_encoder_decoder_changes_the_key(family, tmp_path):
 
 def layouts(draw, text, types):
     """One row of a text: padding, positions, masked tokens and token types are drawn."""
-    n, pad = len(text), int(torch.randint(0, 4, (), generator=draw))
-    before = pad if chance(draw, 0.4) else 0
+    n, pad = len(text), draw.randrange(4)
+    before = pad if draw.random() < 0.4 else 0
     places = (torch.arange(n + pad) - before).clamp(min=0)
     ids, mask = torch.zeros(2, n + pad, dtype=torch.long)
     ids[before : before + n] = torch.tensor(text)
     mask[before : before + n] = 1
     row = {"input_ids": ids, "attention_mask": mask}
-    if chance(draw, 0.3):
-        mask[before + 1 + int(torch.randint(0, n - 2, (), generator=draw))] = 0
-    if chance(draw, 0.4):
-        start, jump = torch.randint(0, 3, (2,), generator=draw).tolist()
-        row["position_ids"] = start + places * max(1, jump)
-    if types and chance(draw, 0.4):
-        row["token_type_ids"] = torch.full_like(ids, int(chance(draw, 0.3)))
-    if chance(draw, 0.2):
+    if draw.random() < 0.3:
+        mask[before + draw.randrange(1, n - 1)] = 0
+    if draw.random() < 0.4:
+        row["position_ids"] = draw.randrange(3) + places * draw.choice([1, 1, 2])
+    if types and draw.random() < 0.4:
+        row["token_type_ids"] = torch.full_like(ids, int(draw.random() < 0.3))
+    if draw.random() < 0.2:
         del row["attention_mask"]
     return {name: x[None] for name, x in row.items()}
-
-
-def chance(draw, share):
-    return float(torch.rand((), generator=draw)) < share
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama", "xlnet"])
@@ -383,8 +380,8 @@ def test_samples_with_one_key_have_one_entry(family):
     student = student_from_teacher(teacher, [2, 4])
     distiller = Distiller(teacher, student, FCD(task_weight=0)).eval()
     answers, shared = {}, 0
-    draw = torch.Generator().manual_seed(0)
-    for i in range(60):
+    draw = random.Random(FIRST)
+    for i in range(40):
         text = [7, 9, 11, 5, 6] if i % 2 else [7, 9, 11, 5, 6, 8]
         try:
             part = distiller.read(layouts(draw, text, types=family not in ("roberta", "llama")))
@@ -396,4 +393,4 @@ def test_samples_with_one_key_have_one_entry(family):
         for key, found in zip(keys, (x[m] for x, m in zip(states, real, strict=True)), strict=True):
             shared += key in answers
             torch.testing.assert_close(answers.setdefault(key, found), found)
-    assert len(answers) > 10 and shared > 10
+    assert len(answers) > 5 and shared > 5

@@ -88,21 +88,16 @@ def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
     assert not heard and not [w for w in recwarn if issubclass(w.category, FutureWarning)]
 
 
-def words(rows):
-    """A batch of unequal rows with a label for each real token."""
-    data = batch(rows=rows)
-    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
-    return data
-
-
 def test_unequal_numbers_of_documents_are_expected_to_differ():
     """LRKD's projections are a mean over documents; a plain loop weighs its parts alike."""
     distiller = distiller_of(model_of("llama", "next word").double(), "lrkd", [1, 3])
     rows = [packed(documents(lengths)) for lengths in ((5, 3, 8), (9, 7))]
     both = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    checks = plain_loop_differs(distiller, both, any="not here")
-    assert "micro-batches of 2 and 3 documents" in checks["accumulated in a plain loop"].why
-    assert checks["Distiller.accumulate"].verdict == "equal"
+    step, parts = _Step(distiller, both), [{n: x[i] for n, x in both.items()} for i in ([0], [1])]
+    check = _check("accumulated in a plain loop", step.accumulated, step)
+    assert check.verdict == "by definition", check
+    assert "micro-batches of 2 and 3 documents" in check.why
+    assert _check("Distiller.accumulate", lambda: step.gradients(parts), step).verdict == "equal"
 
 
 def step_of_words(family, head):
@@ -137,8 +132,9 @@ def test_processes(monkeypatch):
     distiller = Distiller(teacher, student, Several(recipe("fcd"), mc3kd))
     distiller.prepare([batch(rows=6)])
     hooks = [hook for module in teacher.modules() for hook in module._forward_hooks.values()]
-    check = verify(distiller, batch(rows=6), ranks=(4,), compile_backend=None)[-1]
-    assert check.name == "4 processes, gather=True" and check.verdict == "equal", check
+    step = _Step(distiller, batch(rows=6))
+    check = _check("way", lambda: step.processes(4), step)
+    assert check.verdict == "equal", check
     kept = [hook for module in teacher.modules() for hook in module._forward_hooks.values()]
     assert kept == hooks
 
@@ -254,7 +250,7 @@ EXACT = random.Random(FIRST).choice([*EXPERTS])  # whose step is split in every 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(family):
     teacher = of_experts(family).eval()
-    distiller, data = distiller_of(teacher, "soft_targets", [1, 2]), words(4)
+    distiller, data = distiller_of(teacher, "soft_targets", [1, 2]), data_of("llama", "next word")
     if family == EXACT:  # DeepSeek's router computes in float32
         checked(distiller, data, any="rounding" if family == "deepseek_v3" else "equal")
     assert teacher.config._experts_implementation == "grouped_mm"
@@ -268,7 +264,7 @@ def test_mixtures_of_experts(family):
 @pytest.mark.parametrize("name", ["fcd", "labels"])
 def test_the_routers_loss_is_part_of_the_students_loss(name):
     teacher, student = (of_experts("qwen3_moe") for _ in range(2))
-    distiller, data = ready(teacher, student, name), words(4)
+    distiller, data = ready(teacher, student, name), data_of("llama", "next word")
     plain, without = step(distiller, data)
     assert "router" not in plain.terms
     student.config.output_router_logits = True
