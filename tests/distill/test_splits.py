@@ -19,7 +19,6 @@ from tests.support.compare import raises
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
 ROWS = 9
-ENDS = 0, 2, 7, 9  # of uneven parts, and of unequal lengths
 
 
 def data_of(kind="classifier"):
@@ -32,15 +31,6 @@ def data_of(kind="classifier"):
 
 
 assert_equal = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=1e-10)
-
-
-# Terms on tokens and on samples, from logits, heads and layers; the random steps (test_by_hand.py)
-# have every method, in micro-batches, under autocast and in processes that are threads.
-CASES = [
-    ("classifier", "fcd", {}),
-    ("classifier", "lrc_bert", {"pool": "mean", "perturb": True, "perturb_norm": "batch"}),
-    ("language model", "soft_targets", {}),
-]
 
 
 def test_the_second_run_repeats_the_dropout_of_the_first():
@@ -86,113 +76,101 @@ def test_a_batch_without_rows_has_no_loss(tmp_path):
 # Processes
 
 
-def gathered(rank, ends):
-    """Each case's step with a process's rows in one piece, and in micro-batches.
-
-    Also the step of rows without labels, of which nothing counts in any process, and KNN's loss
-    of a process's own rows.
-    """
-    results = []
-    for kind, name, options in CASES:
-        distiller = exact(name, kind, gather=True, **options)
-        model = DistributedDataParallel(distiller, find_unused_parameters=True)
-        parts = cut(data_of(kind), *ends[rank])
-        (piece,) = cut(data_of(kind), ends[rank][0], ends[rank][-1])
-        results.append([taken(distiller, rows, model) for rows in (piece, parts)])
-    nothing = data_of("language model")
-    nothing["labels"].fill_(-100)
-    nothing = taken(exact("soft_targets", "language model", gather=True), nothing)
-    return results, nothing, knn_loss(ends[rank])
-
-
-def knn_loss(ends):
-    [part] = cut(data_of(), ends[0], ends[-1])
-    return taken(exact("knn", alpha1=1.0, alpha2=0.0, alpha3=0.0), part)[0]["loss"]
-
-
-def check_gathered(ranks, nothing, spread, ends):
-    # Without gather KNN sums over its samples: the loop's average is the sum over all.
-    assert_equal(sum(spread) / 2, sum(map(knn_loss, ends)))
-    for terms, gradients in nothing:
-        assert not any(map(torch.any, (*terms.values(), *gradients.values())))
-    for (kind, name, options), *found in zip(CASES, *ranks, strict=True):
-        expected, gradients = taken(exact(name, kind, **options), data_of(kind))
-        for piece, _ in found:
-            assert_equal(piece, (expected, gradients))
-        # Terms on logits of micro-batches are the process's shares; their average is the whole.
-        names = expected.keys() - {"total", "loss"}
-        terms = {name: sum(parts[0][name] for _, parts in found) / 2 for name in names}
-        assert_equal(terms, {name: expected[name] for name in names})
-        for _, (_, own) in found:
-            assert_equal(own, gradients)
-
-
-# Ways of data parallelism besides, by methods that compare samples or have parameters, and by
-# averaging teachers.
+# Rows of each process, in micro-batches for the first way.
+ROWS_OF = (0, 2, 4, 6), (6, 9)
+# Methods that compare samples or have parameters, a language model, and averaging teachers; the
+# random steps (test_by_hand.py) have every method, in processes that are threads.
 WAYS = {
-    "static_graph": ("knn", "mc3kd"), "find_unused_parameters": ("average",),
+    "find_unused_parameters": ("fcd", "lrc_bert", "words", "average"),
+    "static_graph": ("knn", "mc3kd"),
     "fsdp2": ("fcd", "lrkd", "average", "average in half precision"),
-}  # fmt: skip
+}
+OPTIONS = {"lrc_bert": {"pool": "mean", "perturb": True, "perturb_norm": "batch"}}
 
 
-def made(name, gather):
+def made(name, gather=False):
     if not name.startswith("average"):
-        return exact(name, gather=gather)
+        kind = "language model" if name == "words" else "classifier"
+        method = "soft_targets" if name == "words" else name
+        return exact(method, kind, gather=gather, **OPTIONS.get(name, {}))
     student = exact("soft_targets").student
     student = student.bfloat16() if "half" in name else student
     return Distiller(EMATeacher(student, 0.9), student, SoftTargets(), gather=gather)
 
 
-def curve(name, way="", rank=None):
-    """Losses and states of a plain loop, with a process's part of the batch, and a restart."""
-    losses, state, model = [], None, None
-    data = data_of() if rank is None else cut(data_of(), 0, 5, ROWS)[rank]
-    for _ in range(2 if way else 1):
-        distiller = made(name, bool(way))
-        distiller.register_forward_hook(lambda module, args, out: losses.append(out.loss.item()))
-        teacher = distiller.teacher if name.startswith("average") else None
-        if way == "fsdp2":
-            mesh, method = init_device_mesh("cpu", (2,)), distiller.method
-            own = [method] if list(method.parameters()) else []
-            for one in (distiller.student, *([teacher.model] if teacher else [])):
-                for module in (*one.bert.encoder.layer, one):
-                    fully_shard(module, mesh=mesh)
-            for module in own:
+def sharded(*models):
+    mesh = init_device_mesh("cpu", (2,))
+    for model in models:
+        blocks = model.bert.encoder.layer if hasattr(model, "bert") else ()
+        for module in (*blocks, model):
+            if list(module.parameters()):
                 fully_shard(module, mesh=mesh)
+
+
+def rows_of(data, rank):
+    return cut(data, ROWS_OF[rank][0], ROWS_OF[rank][-1])[0]
+
+
+def curve(name, way="", rank=None):
+    """Terms and last state of a plain loop over a process's rows, which restarts in the middle."""
+    terms, state, model = [], None, None
+    data = data_of("language model" if name == "words" else "classifier")
+    if rank is not None:
+        parts = way == "find_unused_parameters"
+        data = cut(data, *ROWS_OF[rank]) if parts else rows_of(data, rank)
+    for steps in (2, 2) if way else (4,):
+        distiller = made(name, bool(way))
+        averages = [distiller.teacher] * name.startswith("average")
+        if way == "fsdp2":
+            sharded(distiller.student, distiller.method, *(x.model for x in averages))
         elif way:
             model = DistributedDataParallel(distiller, **{way: True})
         if state is not None:
             distiller.load_state_dict(state)
         learning = [p for p in distiller.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(learning, lr=0.05)
-        for _ in range(2 if way else 4):
-            taken(distiller, data, model)
+        for _ in range(steps):
+            terms.append(taken(distiller, data, model)[0])
             optimizer.step()
-            if teacher:
-                teacher.update()
+            for average in averages:
+                average.update()
         state = copy.deepcopy(distiller.state_dict())
     tensors = {n: x for n, x in state.items() if isinstance(x, torch.Tensor)}
-    return losses, {n: getattr(x, "full_tensor", x.clone)().detach() for n, x in tensors.items()}
+    return terms, {n: getattr(x, "full_tensor", x.clone)().detach() for n, x in tensors.items()}
 
 
-def in_processes(rank, ends):
-    """The steps and curves; a trainer would save an average's shards of the first process only."""
-    distiller = made("average", True)
-    fully_shard(distiller.teacher.model, mesh=init_device_mesh("cpu", (2,)))
+def knn_loss(rank):
+    """Of a process's own rows."""
+    distiller = exact("knn", alpha1=1.0, alpha2=0.0, alpha3=0.0)
+    return taken(distiller, rows_of(data_of(), rank))[0]["loss"]
+
+
+def in_process(rank):
+    """Its curves, KNN's loss, and the step of rows of which nothing counts in any process."""
+    distiller = made("average")  # of which a trainer would save the first process's shards
+    sharded(distiller.teacher.model)
     given = {"args": arguments("unused"), "train_dataset": [{"labels": 0}]}
     words = "can't save an EMATeacher that is sharded by FSDP2"
     raises(words, DistillationTrainer, model=distiller, **given)
     found = {(way, name): curve(name, way, rank) for way, names in WAYS.items() for name in names}
-    return gathered(rank, ends), found
+    nothing = data_of("language model")
+    nothing["labels"].fill_(-100)
+    return found, knn_loss(rank), taken(made("words", True), nothing)
 
 
 def test_two_processes_equal_one_process(tmp_path):
-    ends = [(0, 2, 4, 6), (6, 9)]
-    steps, both = zip(*run_ranks(in_processes, 2, tmp_path, ends), strict=True)
-    check_gathered(*zip(*steps, strict=True), ends)
-    for name in {name for names in WAYS.values() for name in names}:
-        expected, half = curve(name), "half" in name
-        close = {"rtol": 1.6e-2, "atol": 1e-2} if half else {"rtol": 0, "atol": 1e-10}
-        for found in both:
-            for way in (way for way, names in WAYS.items() if name in names):
-                torch.testing.assert_close(found[way, name], expected, **close)
+    """Terms of micro-batches are the process's shares; their average is the whole."""
+    curves, spread, nothing = zip(*run_ranks(in_process, 2, tmp_path), strict=True)
+    for terms, gradients in nothing:
+        assert not any(map(torch.any, (*terms.values(), *gradients.values())))
+    # Without gather KNN sums over its samples: the loop's average is the sum over all.
+    assert_equal(sum(spread) / 2, knn_loss(0) + knn_loss(1))
+    alone = {name: curve(name) for name in {name for _, name in curves[0]}}
+    for way, name in curves[0]:
+        close = {"rtol": 1.6e-2, "atol": 1e-2} if "half" in name else {"rtol": 0, "atol": 1e-10}
+        expected, state = alone[name]
+        both, states = zip(*(found[way, name] for found in curves), strict=True)
+        means = [{n: (x[n] + y[n]) / 2 for n in x} for x, y in zip(*both, strict=True)]
+        torch.testing.assert_close(means, expected, **close)
+        for found in states:
+            torch.testing.assert_close(found, state, **close)
