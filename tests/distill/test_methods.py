@@ -60,22 +60,6 @@ def test_lrc_bert_warns_of_many_classes():
         Distiller(*pair("bert"), distill.LRCBERT())
 
 
-def test_mc3kd_chooses_its_layers_from_data():
-    teacher, student = pair("bert")
-    method = MC3KD()
-    distiller = Distiller(teacher, student, method)
-    words = r"call distiller.prepare\(batches\)"
-    raises(words, distiller, error=RuntimeError, **batch())
-    batches = [batch(rows=16) for _ in range(3)]
-    distiller.prepare(iter(batches))
-    assert method.teacher_layers == select_layers(teacher, batches, 2)
-    assert "cca" in distiller(**batch()).terms
-
-    again = Distiller(*pair("bert"), MC3KD())
-    again.load_state_dict(distiller.state_dict())
-    assert again.method.teacher_layers == method.teacher_layers
-
-
 def test_layers_are_chosen_from_what_a_decoder_reads_in_training():
     """A token without a label isn't compared, but tokens behind it attend to it."""
     teacher, data, seen = model_of("t5", "written words"), data_of("t5", "written words"), []

@@ -168,6 +168,7 @@ def wrong_rows():
 def wrong_tokens():
     """The same of one prediction a token, and of packed rows."""
     data = batch()
+    yield r"call distiller.prepare\(batches\)", of(method_by_name("mc3kd")), data
     words = {**data, "labels": data["input_ids"]}
     masked = of(SoftTargets(), *pair("bert", head=t.BertForMaskedLM))
     for change, said in (
@@ -243,7 +244,7 @@ def wrong_inputs():
 
 def test_wrong_batches_are_errors():
     for words, distiller, data in (*wrong_rows(), *wrong_tokens(), *wrong_inputs()):
-        raises(words, distiller, error=(ValueError, TypeError), **data)
+        raises(words, distiller, error=(ValueError, TypeError, RuntimeError), **data)
     distiller = Distiller(*pair(), FCD())
     raises("positional", distiller, batch()["input_ids"], error=TypeError)
     distiller.teacher.peft_config = {}

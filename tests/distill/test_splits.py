@@ -118,7 +118,7 @@ def curve(name, way="", rank=None):
     if rank is not None:
         parts = way == "find_unused_parameters"
         data = cut(data, *ROWS_OF[rank]) if parts else rows_of(data, rank)
-    for steps in (2, 2) if way else (4,):
+    for steps in (2, 1) if way else (3,):
         distiller = made(name, bool(way))
         averages = [distiller.teacher] * name.startswith("average")
         if way == "fsdp2":

@@ -100,27 +100,22 @@ def test_unequal_numbers_of_documents_are_expected_to_differ():
     assert _check("Distiller.accumulate", lambda: step.gradients(parts), step).verdict == "equal"
 
 
-def step_of_words(family, head):
-    distiller = distiller_of(model_of(family, head).eval(), "fcd", [1, 3])
-    return _Step(distiller, data_of(family, head))
-
-
-@pytest.mark.parametrize(("family", "head"), [("mpnet", "masked words"), ("gpt2", "next word")])
-def test_left_padding_as_a_user_passes_it(family, head, monkeypatch):
+@pytest.mark.parametrize(("family", "head", "way", "why"), [
+    ("mpnet", "masked words", "left_padded", ""), ("gpt2", "next word", "left_padded", ""),
+    ("bloom", "next word", "packed", "BloomForCausalLM takes no position_ids"),
+])  # fmt: skip
+def test_rows_as_a_user_passes_them(family, head, way, why, monkeypatch):
     calls, forward = [], Distiller.forward
-    step = step_of_words(family, head)
+    distiller = distiller_of(model_of(family, head).eval(), "fcd", [1, 3])
+    step = _Step(distiller, data_of(family, head))
     monkeypatch.setattr(
         Distiller, "forward", lambda self, **batch: calls.append(batch) or forward(self, **batch)
     )
-    assert _check("left padding", step.left_padded, step).verdict == "equal"
-    (left,) = (x for x in calls if not x["attention_mask"][:, 0].all())
-    assert "position_ids" not in left
-
-
-def test_a_model_that_ignores_position_ids_is_not_packed():
-    step = step_of_words("bloom", "next word")
-    check = _check("packed rows", step.packed, step)
-    assert check.why == "BloomForCausalLM takes no position_ids"
+    check = _check("way", getattr(step, way), step)
+    assert (check.verdict, check.why) == ("not here" if why else "equal", why)
+    for left in (x for x in calls if not x["attention_mask"][:, 0].all()):
+        assert "position_ids" not in left
+    assert len(calls) == (way == "left_padded")
 
 
 def test_processes(monkeypatch):
