@@ -140,9 +140,8 @@ def load_tokenizers(config: Config, corpus: Corpus, display: Display) -> tuple[A
     task, remote = corpus.task, config.trust_remote_code
     whose = "the teacher's" if config.tokenizer is None else f"--tokenizer {config.tokenizer}"
     for option, name in (("--teacher", config.teacher), ("--student", config.student)):
-        if name is None or (option == "--teacher" and config.tokenizer is None):
-            continue
-        if not _has_tokenizer(option, name):
+        own_reads = option == "--teacher" and config.tokenizer is None
+        if name is None or own_reads or not _has_tokenizer(option, name):
             continue
         own = tokenizer_of(option, name, remote)
         special = task.two_tokenizers != "spans"

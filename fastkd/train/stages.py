@@ -156,19 +156,15 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
 
     ``known`` has those of the stages before; the number is None where only the model tells.
     """
-    config = stage.config
+    config, remote = stage.config, stage.config.trust_remote_code
     distillation.check(dataclasses.replace(config, resume=False))  # it may not have begun
-    remote = config.trust_remote_code
-    words = next(iter(known.values()))[0] if known else None
     depth: int | None
-    if stage.assistant is not None:
-        words, depth = known[stage.assistant.name]
-        teacher_words, name = words, config.teacher
-        assert stage.assistant is not None
-        kinds = [tasks.of_file(x.task, x.train) for x in (stage.config, stage.assistant.config)]
-        if kinds[0].head != kinds[1].head and not stage.config.finetune_teacher:
+    if (assistant := stage.assistant) is not None:
+        words, depth = known[assistant.name]
+        kinds = [tasks.of_file(x.task, x.train) for x in (config, assistant.config)]
+        if kinds[0].head != kinds[1].head and not config.finetune_teacher:
             raise InputError(
-                f"--teacher: the student of the stage {stage.assistant.name} is of --task "
+                f"--teacher: the student of the stage {assistant.name} is of --task "
                 f"{kinds[1].name()}, and this stage of {kinds[0].name()}; pass --finetune-teacher "
                 "EPOCHS to train its head first"
             )
@@ -179,11 +175,12 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
         if config.teacher_cache is not None:
             option, name = "--teacher-cache", str(config.teacher_cache / STUDENT)
         teacher = load(option, name, AutoConfig, remote)
-        teacher_words, depth = int(teacher.vocab_size), getattr(teacher, "num_hidden_layers", None)
-        if words not in (None, teacher_words):
+        words, depth = int(teacher.vocab_size), getattr(teacher, "num_hidden_layers", None)
+        before = next(iter(known.values()))[0] if known else words
+        if words != before:
             raise InputError(
-                f"{option} {name}: its vocabulary has {teacher_words} tokens, that of the stage "
-                f"before {words}; both must read the same tokens"
+                f"{option} {name}: its vocabulary has {words} tokens, that of the stage "
+                f"before {before}; both must read the same tokens"
             )
     if stage.before is not None:
         depth = list(known.values())[-1][1]
@@ -193,7 +190,7 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
         depth = config.student_layers or (depth and max(1, depth // 2))
     # An assistant's classes are those of its stage's rows.
     data.load(config, None if stage.assistant else finished_task(config))
-    return teacher_words, depth
+    return words, depth
 
 
 def _check_out(config: Config, stages: list[Stage]) -> None:
