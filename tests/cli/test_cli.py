@@ -32,7 +32,6 @@ from fastkd.train.saving import MANIFEST, find_damage, replacing
 from fastkd.train.scoring import judge
 from tests.support.runs import (
     config_of,
-    crash,
     hang_up,
     made,
     once,
@@ -171,6 +170,9 @@ def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
     assert (kept / "README.md").read_text() == "a card of my own"
     half = shutil.copytree(runs / "stopped", tmp_path / "half")
     refused(r"unfinished run.*--resume.*--overwrite", half)
+    (half / "unfinished/checkpoints/notes.txt").write_text("mine")
+    opened(half, **RUN, overwrite=True)
+    assert [*half.rglob("notes.txt")] == [half / "unfinished-2/checkpoints/notes.txt"]
     for place, flag in (
         ("new/unfinished/mine.txt", "resume"), ("new/unfinished/mine.txt", "overwrite"),
         ("other/student/model.safetensors", "overwrite"), ("third/unfinished", "overwrite"),
@@ -209,7 +211,6 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill):
 # Every way to end, once; Ctrl-C: `runs`. test_kills.py has every place.
 @pytest.mark.parametrize(("step", "how", "code", "every", "newest"), [
     (2, hang_up, 129, None, "teacher-checkpoints/checkpoint-2"),
-    (7, crash, 130, 3, "checkpoints/checkpoint-6"),  # which saves no checkpoint at once
     (8, terminate, 143, 8, "checkpoints/checkpoint-8"),  # the last step, in the middle of an epoch
 ])  # fmt: skip
 def test_resuming_gives_the_same_result(distill, runs, tmp_path, step, how, code, every, newest):

@@ -97,8 +97,8 @@ def run(killer, tmp_path_factory):
     """A run with a fine-tuned teacher, two epochs and checkpoints, killed at operation ``last``."""
     path = tmp_path_factory.mktemp("kills")
     make_bare(path / "teacher")
-    write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
-    more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 2, "method": "lrkd"}
+    write_tsv(path / "train.tsv", 8), write_tsv(path / "dev.tsv", 8, seed=1)
+    more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 1, "method": "lrkd"}
     given = {**usual(path, path, **more), "learning_rate": 1e-2}
 
     def run(out, *flags, last=None):

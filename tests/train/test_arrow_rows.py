@@ -146,7 +146,7 @@ def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
 def test_a_corpus_larger_than_the_memory_it_may_take(tmp_path, cache, tokenizer):
     """What Python and Arrow allocate at most, while a file is read and encoded."""
     path, peaks, usual = tmp_path / "a.tsv", [], pyarrow.default_memory_pool()
-    for rows in (192, 768):
+    for rows in (192, 640):
         lines = (f"good {'x' * 6000}\t{i % 2}.5" for i in range(rows))
         path.write_text("\n".join(["sentence\tlabel", *lines]))
         pool = pyarrow.proxy_memory_pool(usual)

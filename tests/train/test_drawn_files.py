@@ -159,7 +159,7 @@ def label_of(label, classes):
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     rng, limit = random.Random(FIRST), csv.field_size_limit()
-    for _ in range(45):
+    for _ in range(30):
         path, given, (numbers, texts, pairs, labels, classes) = drawn(rng, tmp_path)
         corpus = load(source(train=path, evals=path, **given))
         where, train = f"seed {FIRST}, {path.name}", corpus.train
@@ -173,7 +173,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
 def test_a_broken_row_is_named(tmp_path):
     """Among the training rows, or the evaluation rows."""
     rng = random.Random(FIRST)
-    for _ in range(30):
+    for _ in range(20):
         path, given, (wrong, number) = drawn(rng, tmp_path, breaks=True)
         train, evals = rng.choice([(wrong, path), (path, wrong)])
         with pytest.raises(InputError) as error:

@@ -189,35 +189,25 @@ def test_words_are_drawn_as_often_as_they_are_likely_and_steps_are_spread():
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
 
-@pytest.fixture
-def on_policy(teacher, tmp_path):
-    """Options of a student that writes in half of the steps."""
-    files = [write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2)]
-    return {
-        "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "max_length": 16,
-        "method": "soft_targets", "epochs": 1, "batch_size": 5, "device": "cpu", "on_policy": 0.5,
-        "learning_rate": 1e-2,
-    }  # fmt: skip
-
-
-def test_losses_of_an_epoch_do_not_depend_on_the_log(on_policy, tmp_path):
+def test_losses_of_an_epoch_do_not_depend_on_the_log(teacher, tmp_path):
     """Not every step has labels, and the last one has fewer rows and micro-batches.
 
-    With answers of its own in every step a student learns from the teacher alone. Sampled text
-    depends on --seed alone, also in `fastkd evaluate`, by the student's manifest.
+    Sampled text depends on --seed alone, also in `fastkd evaluate`, by the student's manifest.
     """
+    files = [write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2)]
     found = []
-    for logging, accumulate, share in ((1, None, 0.5), (2, 4, 0.5), (1, None, 1)):
-        args, out = tmp_path / f"{logging}.yaml", tmp_path / str(len(found))
+    for logging, accumulate in ((1, None), (2, 4)):
+        args, out = tmp_path / f"{logging}.yaml", tmp_path / str(logging)
         args.write_text(f"logging_steps: {logging}\n")
-        options = {"on_policy": share, "trainer_args": args, "accumulate": accumulate, "out": out}
-        run("distill", **{**on_policy, **options}, max_new_tokens=2, sample=0.5)
+        run("distill", task="chat", train=files[0], eval=files[1], teacher=teacher, max_length=16,
+            method="soft_targets", epochs=1, batch_size=5, device="cpu", on_policy=0.5,
+            learning_rate=1e-2, max_new_tokens=2, sample=0.5, trainer_args=args,
+            accumulate=accumulate, out=out)  # fmt: skip
         found.append(losses_of(out))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-    assert set(found[2]) == {"loss", "soft"}
-    student, scores = tmp_path / "0/student", tmp_path / "scores.json"
-    run("evaluate", model=student, data=on_policy["eval"], batch_size=2, out=scores, device="cpu")
-    assert read_json(scores)["rouge_l"] == report_of(tmp_path / "0")["student"]["rouge_l"]
+    scores = tmp_path / "scores.json"
+    run("evaluate", model=out / "student", data=files[1], batch_size=2, out=scores, device="cpu")
+    assert read_json(scores)["rouge_l"] == report_of(out)["student"]["rouge_l"]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +266,7 @@ def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(reader, tmp_
 THOUGHT = "<think> fine </think> bad [SEP]"
 
 
-@pytest.mark.left_out(where=lambda x: x["reader"] == "slow" and x["own"] != "content")
+@pytest.mark.left_out(where=lambda x: x["reader"] == "slow")  # of templates: the tests around it
 @pytest.mark.parametrize(("template", "own", "keep", "prompt"), [
     (THINKS, "reasoning_content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
     (THINKS, "content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
@@ -347,17 +337,21 @@ def test_thoughts_and_answers_that_were_written(reader):
 
 
 def test_a_run_with_thoughts(folder, tiny, tmp_path):
-    """And one of ShareGPT's form."""
+    """And one of ShareGPT's form.
+
+    With answers of its own in every step a student learns from the teacher alone.
+    """
     rows = [{"messages": [*says("a film"), {"role": "assistant", "content": w, **more}]}
             for w, more in (("good", {"reasoning_content": "fine"}), ("bad", {"thinking": "poor"}),
                             ("nice", {"reasoning_content": "so"}), ("dull", {}))]  # fmt: skip
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "told.jsonl"
     options = usual(tiny, tmp_path, teacher=folder, train=path, eval=path, method="soft_targets")
-    options |= {"max_length": 32, "task": "chat", "max_new_tokens": 4}
+    options |= {"max_length": 32, "task": "chat", "max_new_tokens": 4, "on_policy": 1}
     assert "thoughts (--thinking keep): 3 training answers with and 1 without, 3 eval" in run(
         "distill", **options
     )
     student = tmp_path / "out/student"
+    assert set(losses_of(tmp_path / "out")) == {"loss", "soft"}
     card = (student / "README.md").read_text()
     assert "`--thinking keep`, in 75% of the training answers" in card
     assert all({"thought", "answer"} <= row.keys() for row in told(student, path, out))
@@ -367,7 +361,7 @@ def test_a_run_with_thoughts(folder, tiny, tmp_path):
                        for w in ("good", "<think>\nfine\n</think>\n\nbad")])  # fmt: skip
     tasks.append(made(**{**options, "thinking": "drop"})[0].data.task)
     assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.5)]
-    options |= {"max_new_tokens": None, "task": "causal-lm", "thinking": "drop"}
+    options |= {"max_new_tokens": None, "on_policy": None, "task": "causal-lm", "thinking": "drop"}
     error = run("distill", expect=2, **{**options, "out": tmp_path / "no"})
     assert "--thinking drop: rows of --task causal-lm are no conversations" in error
 

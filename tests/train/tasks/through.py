@@ -4,7 +4,6 @@ import csv
 import functools
 import json
 import random
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +240,8 @@ def through(
 
     The method is that of `--method auto`, the default.
     Teacher and rows are those of `TASKS`, drawn by the seeds 0 and 1, unless they are given.
-    `evaluate` prints the scores of the run, a cache of the teacher teaches too, and a step of a
-    third of the tasks, drawn, passes `fastkd verify`.
+    `evaluate` prints the scores of the run, a cache of the teacher teaches too (in a half of the
+    tasks, drawn), and a step passes `fastkd verify`.
     """
     options |= {"task": task, "batch_size": 8, "device": "cpu"}
     if "teacher" not in options:
@@ -271,12 +270,12 @@ def through(
     learned = out / "run/teacher" if finetune else teacher
     cached = {k: x for k, x in rows.items() if k not in ("labelled", "accumulate")}
     cached["teacher"] = learned
-    run("cache", **cached, out=out / "cache")
-    rows.pop("teacher_layers", None)  # the cache has the student
-    first_step(**rows, teacher_cache=out / "cache")
+    if random.Random(f"{task} {FIRST}").randrange(2):
+        run("cache", **cached, out=out / "cache")
+        rows.pop("teacher_layers", None)  # the cache has the student
+        first_step(**rows, teacher_cache=out / "cache")
     cached.pop("batch_size")
-    if zlib.crc32(task.encode()) % 3 == FIRST % 3:  # it takes as long as all else
-        verified(**cached)
+    verified(**cached)
     return report, predicted
 
 
@@ -287,7 +286,10 @@ def told(model: Path, data: Path, out: Path, **options: Any) -> list[dict[str, A
 
 
 def verified(**options: Any) -> None:
-    """Assert that `fastkd verify` finds a step without a fault."""
+    """Assert that `fastkd verify` finds a step without a fault; in a third of the calls, drawn."""
+    drawn = random.Random(f"{options.get('task')} {options.get('lora')} {FIRST}")
+    if drawn.randrange(3):  # it takes as long as all else
+        return
     with pytest.MonkeyPatch.context() as patch:
         # Compiling a model takes longer than all else: tests/distill/test_verify.py does.
         patch.setattr(_Step, "compiled", lambda step, backend: step.again())
@@ -326,7 +328,7 @@ def rows_of(path: Path, task: type[Task] | str, text: str | list | None = None) 
 
 def killed_and_resumed(out: Path, *steps: int, **options: Any) -> None:
     """Assert that a run interrupted after each of ``steps``, and resumed, equals a whole one."""
-    rows = {"device": "cpu", "max_length": 16, "checkpoint_every": 1, **options}
+    rows = {"device": "cpu", "max_length": 16, "checkpoint_every": 2, **options}
     run("distill", **rows, out=out / "whole")
     resume = None
     for step in steps:
