@@ -110,7 +110,7 @@ def searched(monkeypatch, *given):
 @in_form(one=ONE_PROGRAM)
 @pytest.mark.parametrize("rows", [1, 64])
 def test_few_rows_start_no_sort(form, rows):
-    student, teacher, *labels = batch(rows, 1500, 4, 2, dtype=torch.float32)
+    student, teacher, *labels = batch(rows, kernels.BANK_TO_SORT, 4, 2, dtype=torch.float32)
     for options in ({}, {"tolerance": 1}):
         with count_launches() as launches:
             knn_feature_loss(student, teacher, *labels, backend="triton", **options)
