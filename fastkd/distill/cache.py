@@ -22,6 +22,7 @@ from fastkd.distill.method import Method
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
 from fastkd.lm.heads import Head, LowRank
 from fastkd.lm.targets import TopK
+from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.models.backbone import Backbone, Blocks, Model, placed_for
 from fastkd.models.batch import Batch, with_sentence
 from fastkd.models.hooks import HeadInputs, on_device
@@ -177,8 +178,11 @@ class TeacherCache(nn.Module):
             self._shards[path] = _safetensors().safe_open(path, "pt")
         return self._shards[path]
 
-    def serve(self, built: Method) -> None:
-        """Raise unless the cache stores what a method reads; set layers chosen from data."""
+    def serve(self, built: Method, model: Model) -> None:
+        """Raise unless the cache stores what a method reads; set layers chosen from data.
+
+        ``model`` has the properties of the teacher in a Distiller, such as its vocabulary.
+        """
         kept = self.about["kept"]
         if not built.prepared:
             if len(kept["layers"]) != len(built.student_layers):
@@ -215,6 +219,19 @@ class TeacherCache(nn.Module):
             raise ValueError(
                 f"{method} has temperature {_temperature(built)}, but {self.path} stores "
                 f"log-probabilities at {top['temperature']}; write another cache"
+            )
+        shared = model.vocabulary
+        if top and isinstance(shared, VocabularyMatch) and model.unmatched != "bucket":
+            raise ValueError(
+                f"unmatched={model.unmatched!r}: {self.path} stores the teacher's top k, in which "
+                "unmatched and improbable tokens are one outcome; pass unmatched='bucket', or "
+                "write a cache without top_k"
+            )
+        n = shared if isinstance(shared, int) else model.output_size
+        if top and n != top["vocabulary"]:
+            raise ValueError(
+                f"tokenizers: student and teacher share {n} tokens, but {self.path} stores "
+                f"log-probabilities of {top['vocabulary']}; write another cache with this student"
             )
 
     def _head(self) -> Head:

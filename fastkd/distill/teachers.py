@@ -269,8 +269,11 @@ class OutputSource(nn.Module):
 
     model: Model
 
-    def serve(self, method: Method, device: torch.device) -> None:
-        """Raise unless every output that a built method reads is there."""
+    def serve(self, method: Method, model: Model) -> None:
+        """Raise unless every output that a built method reads is there.
+
+        ``model`` has the properties of the teacher in a Distiller, such as its vocabulary.
+        """
         raise NotImplementedError
 
     def outputs(self, batch: Batch, request: dict[str, Any], device: torch.device) -> Outputs:
@@ -291,7 +294,7 @@ class SourceTeacher(Teacher):
         self.live, self.each = [], [self]
 
     def check(self, method: Method, student: Backbone, device: torch.device) -> None:
-        self.module.serve(method, device)
+        self.module.to(device).serve(method, self.model)
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         own = batch.teacher or batch
@@ -299,28 +302,6 @@ class SourceTeacher(Teacher):
         if not outputs.pooled:
             outputs = with_sentence(outputs, self.model, own.inputs, own.documents)
         return self.compared(outputs, batch, method)
-
-
-class CachedTeacher(SourceTeacher):
-    """A teacher whose stored outputs are read."""
-
-    def check(self, method: Method, student: Backbone, device: torch.device) -> None:
-        self.module.to(device).serve(method)
-        top, shared = self.module.about["top_k"], self.model.vocabulary
-        if not top or not method.compares_logits(0.0, 1.0):
-            return
-        if isinstance(shared, VocabularyMatch) and self.model.unmatched != "bucket":
-            raise ValueError(
-                f"unmatched={self.model.unmatched!r}: {self.module.path} stores the teacher's top "
-                "k, in which unmatched and improbable tokens are one outcome; pass "
-                "unmatched='bucket', or write a cache without top_k"
-            )
-        n = shared if isinstance(shared, int) else self.model.output_size
-        if n != top["vocabulary"]:
-            raise ValueError(
-                f"tokenizers: student and teacher share {n} tokens, but {self.module.path} stores "
-                f"log-probabilities of {top['vocabulary']}; write another cache with this student"
-            )
 
 
 class RowTeacher(Teacher):
@@ -483,8 +464,7 @@ class Teachers:
 
 
 def _teacher_of(module: Any) -> Teacher:
-    if isinstance(module, TeacherCache):
-        return CachedTeacher(module)
     if isinstance(module, ByRow):
         return RowTeacher(module)
-    return SourceTeacher(module) if isinstance(module, OutputSource) else Teacher(module)
+    reads = isinstance(module, (TeacherCache, OutputSource))
+    return SourceTeacher(module) if reads else Teacher(module)

@@ -59,7 +59,7 @@ class RowSource(OutputSource):
         """The predictions of each row of token ids."""
         raise NotImplementedError
 
-    def serve(self, method: Method, device: torch.device) -> None:
+    def serve(self, method: Method, model: Model) -> None:
         """Raise unless every output that a built method reads is there."""
         name = type(method).__name__
         if self.top_k is None:
