@@ -29,7 +29,7 @@ LONGEST = (
     "test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
 )  # fmt: skip
 # What starts processes: of tests.distill.processes and tests.cli.launched.
-FORKING = {"run_ranks", "start_by_fork", "CONTEXT", "Launch"}
+FORKING = {"run_ranks", "CONTEXT", "Launch"}
 
 
 def pytest_configure(config):

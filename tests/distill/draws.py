@@ -1288,8 +1288,10 @@ def several(step: Step) -> Hand:
         step.layers = [1, 3]
         each.append(make(step))
         each[-1].layers = step.layers
-    made = Hand(Several(*(x.method for x in each)), progress=min(x.progress for x in each))
-    made.perturb = max(x.perturb for x in each)
+    made = Hand(
+        Several(*(x.method for x in each)), progress=min(x.progress for x in each),
+        perturb=max(x.perturb for x in each), needs_labels=any(x.needs_labels for x in each),
+    )  # fmt: skip
     made.weights = {f"{i}.{n}": w for i, x in enumerate(each) for n, w in x.weights.items()}
 
     def terms(c: Compared) -> dict[str, Tensor]:
@@ -1300,7 +1302,6 @@ def several(step: Step) -> Hand:
         return found
 
     made.terms = terms
-    made.needs_labels = any(x.needs_labels for x in each)
     return made
 
 

@@ -1,7 +1,6 @@
 """Functions run by several processes that gloo connects."""
 
 import datetime
-import importlib
 import multiprocessing
 import os
 import traceback
@@ -37,19 +36,6 @@ def run_ranks(function, world, directory, *arguments):
         assert ok, result
         results.append(result)
     return results
-
-
-def start_by_fork(monkeypatch):
-    """Process that starts the processes of `verify`: a fork with all imports done."""
-    module = importlib.import_module("fastkd.distill.verify")
-
-    def run_processes(folder, world):
-        process = CONTEXT.Process(target=module._fork, args=(folder, world))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-
-    monkeypatch.setattr(module, "_run_processes", run_processes)
 
 
 def _rank(function, rank, world, directory, arguments):

@@ -21,13 +21,14 @@ from fastkd.distill import (
 )
 from fastkd.distill.verify import Check, _check, _Step, begin, table, verify
 from tests.distill.models import batch, classifier, config_of, pair, ready, recipe, step
-from tests.distill.processes import start_by_fork
+from tests.distill.processes import CONTEXT
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
 from tests.support.compare import raises
 from tests.support.draw import FIRST
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
+MODULE = sys.modules[verify.__module__]
 
 
 def distiller_of(teacher, name, layers=(1, 3)):
@@ -118,9 +119,17 @@ def test_rows_as_a_user_passes_them(family, head, way, why, monkeypatch):
     assert len(calls) == (way == "left_padded")
 
 
+def forked(folder, world):
+    """Starts the processes as `verify` does, with all imports done."""
+    process = CONTEXT.Process(target=MODULE._fork, args=(folder, world))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_processes(monkeypatch):
     """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind."""
-    start_by_fork(monkeypatch)
+    monkeypatch.setattr(MODULE, "_run_processes", forked)
     torch.manual_seed(0)
     teacher, student = pair()
     mc3kd = method_by_name("mc3kd", preset="paper")
@@ -142,7 +151,7 @@ def test_processes_that_cannot_start(monkeypatch):
     check = _check("way", lambda: step.processes(2), step)
     assert check.verdict == "not here" and "can't be pickled for a process: " in check.why, check
     hook.remove()
-    monkeypatch.setattr(sys.modules[verify.__module__], "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(MODULE, "sys", SimpleNamespace(platform="darwin"))
     step = _Step(distiller, batch(rows=4))
     check = _check("way", lambda: step.processes(2), step)
     assert check.ok
