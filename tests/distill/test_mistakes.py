@@ -1,6 +1,7 @@
 """Models that don't fit a method or each other, and wrong batches: the sentence of each."""
 
 import copy
+import functools
 
 import torch
 import transformers as t
@@ -90,8 +91,11 @@ class ReadsUndeclared(FCD):
     logit_terms = ("task",)
 
 
+usual = functools.cache(pair)
+
+
 def of(method, *models, **options):
-    return Distiller(*(models or pair()), method, **options)
+    return Distiller(*(models or usual()), method, **options)
 
 
 ALONE = {"alpha2": 0.0, "alpha3": 0.0}  # without logits
