@@ -1,7 +1,6 @@
 """Uses of a student: model card, pipeline(), evaluate, predict, ONNX."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -145,14 +144,10 @@ def test_card_report_and_log(folder, student, report):
     values = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
     assert values["evaluation", "accuracy"] == report["student"]["accuracy"]
     assert values["test", "accuracy"] == report["test"]["student"]["accuracy"]
-    for part in ("the method `soft_targets` from the teacher", "neg, pos", "pipeline(",
-                 "Rows: 40 train, 20 eval, 30 test, 24 unlabelled."):  # fmt: skip
-        assert part in card.text, part
+    assert "Rows: 40 train, 20 eval, 30 test, 24 unlabelled." in card.text
     assert report["rows"] == {"train": 40, "eval": 20, "test": 30, "unlabelled": 24}
     output = (folder / "output.txt").read_text()
     assert "24 rows without labels" in output and "README.md" in report["files"]
-    assert re.search(r"the student is (\S+ times (faster|slower)|as fast) and ", output)
-    assert f"{report['test']['student']['accuracy']:.4f}" in output
     events = [json.loads(x) for x in (folder / "out" / "log.jsonl").read_text().splitlines()]
     steps = [e for e in events if e["event"] == "step" and e["title"] == "soft_targets"]
     assert steps[-1]["step"] == steps[-1]["steps"] == 4 * 8  # 64 rows in batches of 8
