@@ -63,6 +63,11 @@ def _switch_off(name: str, reason: str) -> None:
         )
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether calls with ``x`` are planned."""
+    return x.is_cuda and extension.why_not_gpu(x.device) is None
+
+
 def _describe(
     values: Iterable[Any], key: list[Any], tensors: list[Tensor], numbers: list[float]
 ) -> None:
@@ -279,12 +284,7 @@ def planned(function: Public) -> Public:
             first = args[0] if args else None
             if type(first) is not Tensor:
                 first = next(tensors_in(args or kwargs), None)
-            if (
-                first is not None
-                and first.is_cuda
-                and extension.why_not_gpu(first.device) is None
-                and not kwargs.get("gather")
-            ):
+            if first is not None and on_gpu(first) and not kwargs.get("gather"):
                 if type(kwargs.get("denominator")) is int:  # another one at each step
                     kwargs["denominator"] = float(kwargs["denominator"])
                 found = _key((function, *kwargs), (*args, *kwargs.values()))

@@ -127,6 +127,8 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, (tuple, list, dict)):
         for item in x.values() if isinstance(x, dict) else x:
             yield from tensors_in(item)
+    elif hasattr(type(x), "__dataclass_fields__"):
+        yield from tensors_in(vars(x))
 
 
 def _numbers(line: str) -> set[str]:
