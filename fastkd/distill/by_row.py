@@ -83,8 +83,8 @@ class ByRow(nn.Module):
         for number in range(len(self.names)):
             rows = [row for row, own in enumerate(numbers) if own == number]
             weights = self.models[number].parameters()
-            spread = any(hasattr(x, "device_mesh") or hasattr(x, "ds_id") for x in weights)
-            if rows or spread or (number == 0 and not numbers):
+            spread = (hasattr(x, "device_mesh") or hasattr(x, "ds_id") for x in weights)
+            if rows or (number == 0 and not numbers) or any(spread):
                 index = torch.tensor(rows, dtype=torch.int64, device=device)
                 parts[number] = index, _rows_of(inputs, index, len(numbers))
         return parts
