@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -536,6 +536,13 @@ class Blocks(nn.Module):
         return self.model(**inputs)
 
 
+@dataclass
+class BlocksOutput:
+    """What is read of the output of a model that `Blocks` describes."""
+
+    logits: Tensor | None
+
+
 class BlocksBackbone(Backbone):
     """`Backbone` of a model that `Blocks` describes."""
 
@@ -590,12 +597,12 @@ class BlocksBackbone(Backbone):
             self.check_inputs(inputs)
         output = self.model(**inputs)
         if not self.has_head:
-            return SimpleNamespace(logits=None)
+            return BlocksOutput(None)
         if isinstance(output, (tuple, list)):
             output = output[0]
         elif not isinstance(output, Tensor):
             output = output["logits"] if isinstance(output, dict) else output.logits
-        return SimpleNamespace(logits=output)
+        return BlocksOutput(output)
 
     def check_eager(self, method: str) -> None:
         raise ValueError(

@@ -63,6 +63,12 @@ def test_every_method_reaches_every_block(name):
     assert out.logits.shape == (6, 3)
 
 
+def test_a_compiled_step_is_one_graph():
+    distiller = Distiller(*pair(), method_by_name("fcd"))
+    compiled = torch.compile(distiller, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**data()).loss, distiller(**data()).loss)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_layers_are_the_blocks_inputs_and_outputs(batch_first):
     distiller = Distiller(*pair(batch_first=batch_first), method_by_name("fcd")).eval()
