@@ -468,6 +468,11 @@ def count_labels(batch: dict[str, Any]) -> tuple[int, int]:
     if not isinstance(labels, Tensor):
         return 0, 0
     known = torch.ones_like(labels, dtype=torch.bool)
+    if "labels" not in batch:  # an answer beyond the text, or in padding, doesn't count
+        length = batch["input_ids"].shape[1]
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        known = real.gather(1, labels.clamp(0, length - 1).view(-1, 1)).view_as(labels)
+        known &= labels < length
     if labels.is_floating_point():
         known = ~labels.isnan()
     if not labels.is_floating_point() or labels.dim() > 1:

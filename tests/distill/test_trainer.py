@@ -120,7 +120,8 @@ class Training:
         elif self.kind == "answers":
             self.teacher = model(t.BertForQuestionAnswering, "bert")
             del data["labels"]
-            data |= {f"{x}_positions": torch.randint(0, 7, (n,)) for x in ("start", "end")}
+            # Some are beyond the text or in padding.
+            data |= dict.fromkeys(("start_positions", "end_positions"), torch.randint(0, 12, (n,)))
         else:  # unequal numbers of words, where a first word and padding have labels too
             self.teacher = model(t.GPT2LMHeadModel, "gpt2")
             data["attention_mask"] = (places < torch.randint(2, 11, (n, 1))).long()
