@@ -469,10 +469,10 @@ def count_labels(batch: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     known = torch.ones_like(labels, dtype=torch.bool)
     if "labels" not in batch:  # an answer beyond the text, or in padding, doesn't count
-        length = batch["input_ids"].shape[1]
-        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        known = real.gather(1, labels.clamp(0, length - 1).view(-1, 1)).view_as(labels)
-        known &= labels < length
+        x = batch.get("input_ids", batch.get("inputs_embeds"))
+        real = batch.get("attention_mask", x.new_ones(x.shape[:2])).bool()
+        known = real.gather(1, labels.clamp(0, x.shape[1] - 1).view(-1, 1)).view_as(labels)
+        known &= labels < x.shape[1]
     if labels.is_floating_point():
         known = ~labels.isnan()
     if not labels.is_floating_point() or labels.dim() > 1:

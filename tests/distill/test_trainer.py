@@ -28,6 +28,7 @@ from fastkd.distill import (
 )
 from fastkd.distill.labelled_order import LabelledOrder, has_label
 from fastkd.distill.methods import Labels
+from fastkd.distill.trainer import count_labels
 from tests.distill.models import (
     batch,
     classifier,
@@ -92,6 +93,11 @@ def test_labelled_share_may_be_off_and_is_checked(tmp_path):
     run.labelled_share, tokens.train_dataset = 0.0, Tokens()
     for one in (run, tokens):
         assert isinstance(one._get_train_sampler(), torch.utils.data.RandomSampler)
+
+
+def test_answers_in_vectors_of_tokens_are_counted():
+    given = {"inputs_embeds": torch.zeros(3, 4, 2), "start_positions": torch.tensor([3, 4, -100])}
+    assert count_labels(given) == (1, 3)
 
 
 PROBLEMS = {
