@@ -9,11 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fastkd._core import check
 from fastkd._core.numerics import upcast
-from fastkd.lm.divergences import Divergence
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import CHUNK_BYTES
 from fastkd.lm.log_probs import log_probs
-from fastkd.lm.reference import divergence_rows, sorted_distance
+from fastkd.lm.reference import sorted_distance
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
 __all__ = ["merged_span_loss", "span_likelihood_loss"]
@@ -179,7 +178,13 @@ def _distances(P_s: Tensor, P_t: Tensor, match: VocabularyMatch | None, beta: fl
     _, ours, theirs = match.columns(P_s.device)
     ids = match.student_ids.to(P_s.device), match.teacher_ids.to(P_s.device)
     log_s, log_t = (P[:, i].clamp(min=LEAST).log() for P, i in zip((P_s, P_t), ids, strict=True))
-    js = divergence_rows(log_s, log_t, *Divergence("js", beta=beta).form)
+    if beta in (0, 1):
+        p, q = (log_t, log_s) if beta == 0 else (log_s, log_t)
+        js = (p.exp() * (p - q)).sum(-1)
+    else:
+        log_m = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
+        js = beta * (log_t.exp() * (log_t - log_m)).sum(-1)
+        js = js + (1 - beta) * (log_s.exp() * (log_s - log_m)).sum(-1)
     weight = len(ids[0]) / match.teacher_size
     if not (len(ours) and len(theirs)):
         return weight * js

@@ -222,13 +222,14 @@ class RelationDistillLoss(_EmbeddingLoss):
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__(model, dims, gather, mini_batch_size)
+        relation.FCDLoss(0.0, 1.0, normalize, distance, temperature=temperature)  # checks options
         self.normalize, self.distance, self.temperature = normalize, distance, temperature
-        options: dict[str, Any] = {"temperature": temperature, "gather": gather}
-        self.loss = relation.FCDLoss(0.0, 1.0, normalize, distance, **options)
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
-        loss: Tensor = self.loss(student, teacher)
-        return loss
+        options = {name: getattr(self, name) for name in self.options}
+        return relation.relation_loss(
+            student, teacher, over="samples", gather=self.gather, **options
+        )
 
 
 class CCADistillLoss(_EmbeddingLoss):
@@ -265,6 +266,7 @@ class CCADistillLoss(_EmbeddingLoss):
         self.loss = CCALoss(ridge, top_k, gather=gather)
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        self.loss.ridge, self.loss.top_k, self.loss.gather = self.ridge, self.top_k, self.gather
         loss: Tensor = self.loss(student[:, None], teacher[:, None])
         return loss
 

@@ -152,6 +152,18 @@ def test_prefixes_and_truncated_embeddings_are_compared(folder):
         torch.testing.assert_close(value.detach(), expected.detach(), **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore:CCALoss")
+def test_options_set_later_are_those_of_a_new_loss(folder):
+    model, pair = student_of(folder), torch.randn(2, 8, 4)
+    others = {RelationDistillLoss: {"distance": "mse", "normalize": "none"},
+              CCADistillLoss: {"ridge": 0.1, "top_k": 2}}  # fmt: skip
+    for cls, options in others.items():
+        late, new = cls(model), cls(model, **options)
+        for name, value in options.items():
+            setattr(late, name, value)
+        assert torch.equal(*(loss.loss_of_embeddings([pair[0]], pair[1]) for loss in (late, new)))
+
+
 def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
     model = student_of(folder)
     student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
