@@ -469,8 +469,9 @@ def count_labels(batch: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     known = torch.ones_like(labels, dtype=torch.bool)
     if "labels" not in batch:  # an answer beyond the text, or in padding, doesn't count
-        x = batch.get("input_ids", batch.get("inputs_embeds"))
-        real = batch.get("attention_mask", x.new_ones(x.shape[:2])).bool()
+        x: Any = batch.get("input_ids", batch.get("inputs_embeds"))
+        mask = batch.get("attention_mask")
+        real = (x.new_ones(x.shape[:2]) if mask is None else mask).bool()
         known = real.gather(1, labels.clamp(0, x.shape[1] - 1).view(-1, 1)).view_as(labels)
         known &= labels < x.shape[1]
     if labels.is_floating_point():
