@@ -384,6 +384,23 @@ def test_unpaired_tokens_have_no_effect(keep_logits):
     torch.testing.assert_close(step(), expected)
 
 
+def test_a_teacher_of_the_same_tokens_may_be_padded_on_the_left():
+    """It lacks the student's first token, and doesn't predict its own first one."""
+    teacher, student = decoder(90, 24), decoder(90, 16)
+    ids, places = torch.randint(5, 90, (3, 7)), torch.arange(7)
+    real = places < torch.tensor([[7], [4], [5]])
+    batch = {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(~real, -100)}
+    spans = torch.where(real, places, -1)
+    losses, distiller = [], Distiller(teacher, student, SoftTargets())
+    for shifts in ([0, 0, 0], [0, 3, 2]):
+        theirs = {"teacher_input_ids": ids, "teacher_attention_mask": real, "teacher_spans": spans}
+        for name, x in theirs.items():
+            rows = zip(x[:, 1:], shifts, strict=True)
+            theirs[name] = torch.stack([row.roll(n) for row, n in rows])
+        losses.append(distiller(**batch, student_spans=spans, **theirs).loss)
+    torch.testing.assert_close(*losses)
+
+
 def test_wrong_matches_and_their_caches_are_errors(tmp_path):
     """A top-k cache of all tokens is the bucket."""
     teacher, student, match = two_models()
