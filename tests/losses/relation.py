@@ -51,6 +51,8 @@ def _relation(x: Tensor, normalize: str, spacing: float) -> Tensor:
         x = x / oracles.norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
         x = oracles.rounded(x, len(x), 1)
         x = x + spacing * (oracles.rounded(torch.ones_like(x), *x.shape) - 1)
+        if x.requires_grad:  # sums of products, up to 1/eps, that cancel along equal rows
+            x.register_hook(lambda g: oracles.rounded(g, *g.shape))
     elif normalize == "layer_norm":
         centred = x - x.mean(-1, keepdim=True)
         x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
