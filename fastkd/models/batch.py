@@ -648,13 +648,16 @@ def all_layers(model: Backbone, batch: Batch) -> Outputs:
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of one row of zeros, without padding, in place of an empty batch.
+    """Inputs of one row without padding, in place of an empty batch: ids 0, or unlike numbers.
 
-    Models can't run on no rows, and data-parallel training needs every parameter in the loss.
+    Models can't run on no rows, and data-parallel training needs every parameter in the loss. Of
+    vectors of zeros the logits would be 0, whatever a model computes after its head.
     """
     row = dict(inputs)
     for name, x in inputs.items():
         if isinstance(x, torch.Tensor) and x.dim() and not len(x):
             shape = [1, *(max(1, size) for size in x.shape[1:])]
             row[name] = x.new_ones(shape) if "mask" in name else x.new_zeros(shape)
+            if x.is_floating_point() and "mask" not in name:
+                row[name] = torch.linspace(-1, 1, row[name].numel()).to(x).view(shape)
     return row

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastkd import soft_target_loss
 from fastkd.distill import FCD, Distiller, Several, SoftTargets, offload, student_from_teacher
 from fastkd.lm import linear_soft_targets
+from fastkd.models.batch import _one_row
 from fastkd.models.hooks import Offload, on_device
 from tests.distill import draws, support
 from tests.distill.models import config_of, recipe, step
@@ -123,3 +124,9 @@ def test_a_dynamically_quantised_teacher(family, head, method, tmp_path):
     cache = distiller.cache_teacher([data], tmp_path / "cache")
     stored = Distiller(cache, student, distiller.method).eval()(**data)
     torch.testing.assert_close(stored.terms, out.terms)
+
+
+def test_vectors_in_place_of_no_row_show_what_follows_the_head():
+    """Each process decides by its first batch whether logits are the head's; zeros agree always."""
+    row = _one_row({"inputs_embeds": torch.zeros(0, 3, 4), "attention_mask": torch.zeros(0, 3)})
+    assert row["inputs_embeds"].std(-1).all() and row["attention_mask"].all()
