@@ -47,7 +47,8 @@ class BestEffortStream:
             try:
                 return self.stream.write(text)
             except UnicodeEncodeError:
-                encoding = self.stream.encoding  # that of the error may be "charmap", any of many
+                # The stream's: an error may name "charmap", which is no encoding.
+                encoding = self.stream.encoding
                 return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
             except (OSError, ValueError) as error:
                 self._lose(error)

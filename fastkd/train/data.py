@@ -55,34 +55,33 @@ def read_file(
     declares = issubclass(task, ClassTask)
     classes = files.class_names(path, columns.label, option) if declares else None
     read = functools.partial(files.records, path, columns.header, option, every, task.readers)
-    parts = fingerprint_of(path), "".join(path.suffixes[-2:])
-    return _stored(read, columns, option, str(path), task, classes, every, parts)
+    rows = functools.partial(_checked, read, columns, option, str(path), task, classes, every)
+    parts = fingerprint_of(path), "".join(path.suffixes[-2:]), repr(every)
+    return _stored(rows, columns, str(path), task, classes, parts)
 
 
 def _stored(
-    read: Callable[[], Iterable[tuple[int, dict[str, Any]]]],
+    rows: Callable[[], Iterator[dict[str, Any]]],
     columns: Columns,
-    option: str,
     source: str,
     task: type[Task],
     classes: list[str] | None,
-    every: bool,
     parts: Iterable[str],
 ) -> Rows:
-    """Rows of the records that ``read()`` returns with their numbers, in a file of the cache.
+    """What ``rows()`` yields, in a file of the cache.
 
-    Its name is a hash of all that they depend on; ``parts`` are those of the source.
+    Its name is a hash of all that the rows depend on; ``parts`` are the source's.
     """
     library = require("datasets", "train")
     missing = [name for name in task.optional if getattr(columns, name) is None]
     kinds = {name: kind for name, kind in task.stored.items() if name not in missing}
     kinds |= {} if columns.teacher is None else {"teacher": TEXT}
     code = map(fingerprint_of, sorted(Path(__file__).parent.glob("*.py")))
-    parts = (*parts, repr((columns, every, classes)), task.name(), fingerprint_of(task), *code)
+    parts = (*parts, repr((columns, classes)), task.name(), fingerprint_of(task), *code)
     try:
         with writing(source):
             data = library.Dataset.from_generator(
-                functools.partial(_checked, read, columns, option, source, task, classes, every),
+                rows,
                 features=features_of({"number": "int64", **kinds}),
                 fingerprint=fingerprint(f"{x}\0".encode() for x in (*parts, library.__version__)),
                 writer_batch_size=BATCH,
@@ -189,10 +188,10 @@ def read_hub(
     if columns.label is not None and issubclass(task, ClassTask):
         classes = files.declared(data.features.get(columns.label))
 
-    def read() -> Iterable[tuple[int, dict[str, Any]]]:
-        return enumerate(data, 1)
-
-    return _stored(read, columns, option, source, task, classes, True, (data._fingerprint,))
+    rows = functools.partial(
+        _checked, lambda: enumerate(data, 1), columns, option, source, task, classes, True
+    )
+    return _stored(rows, columns, source, task, classes, (data._fingerprint,))
 
 
 def load(config: Config, finished: Task | None = None) -> Corpus:

@@ -179,8 +179,8 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
         before = next(iter(known.values()))[0] if known else words
         if words != before:
             raise InputError(
-                f"{option} {name}: its vocabulary has {words} tokens, that of the stage "
-                f"before {before}; both must read the same tokens"
+                f"{option} {name}: its vocabulary has {words} tokens where the stage "
+                f"before has {before}; both must read the same tokens"
             )
     if stage.before is not None:
         depth = list(known.values())[-1][1]

@@ -28,7 +28,7 @@ from fastkd.analysis import (
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.distill import Blocks
 from fastkd.models.batch import MixedDocuments
-from fastkd.study.grid_runs import PeakMemory
+from fastkd.study.run_measurements import PeakMemory
 from tests.distill.models import SMALL
 from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks

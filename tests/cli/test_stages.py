@@ -121,7 +121,7 @@ MISTAKES = {
     "option": ([("epochs = 2", "epohcs = 2")], "stages.task .* has no option 'epohcs'.*epochs'"),
     "flag": ([("epochs = 2", "resume = true")], "stages.task of .*: resume is of all stages"),
     "file": ([('"more.txt"', '"none.txt"')], "stages.task of .*: unlabelled .*none.txt: no such"),
-    "tokens": ([('= "teacher"', '= "larger"')], "task of .*: teacher .* 18 tokens, .* before 17"),
+    "tokens": ([('= "teacher"', '= "larger"')], "task of .*: teacher .* 18 tokens .*before has 17"),
     "no teacher": ([('teacher = "teacher"', "")], "task of .*: teacher is missing"),
     "student": ([("epochs = 2", "student_layers = 1")], "student_layers is for the first stage"),
     "name": ([("[stages.task]", '[stages."a/b"]')], "stages.a/b: letters, digits"),

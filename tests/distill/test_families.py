@@ -1,4 +1,4 @@
-"""Blocks and outputs of models, those that are no plain stack too, and models without blocks."""
+"""Blocks and outputs of model families: plain stacks, other structures, models without blocks."""
 
 import copy
 

@@ -51,7 +51,7 @@ def assert_inverse(inverse, skew, norms):
 
 
 COLD = [0.1, 30.0, 1000.0]
-# Size, spectral norms, the guess or how far the matrix is from that of the guess, most products.
+# Size, spectral norms, guess (or distance to the matrix that it inverts), most products.
 GUESSES = {
     **{f"{n} from the identity": (n, COLD, "identity", 40) for n in (1, 2, 17)},
     "several tiles from zeros": (33, [5.0], "zeros", 20),

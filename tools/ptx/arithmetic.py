@@ -194,7 +194,7 @@ def shift(x: Instruction, program: Any) -> Run:
 
 @decodes("bfe")
 def extract(x: Instruction, program: Any) -> Run | None:
-    """A field's bits; with a sign that of the field, or the last bit there is."""
+    """A field's bits; a signed field is extended by its highest bit in range."""
     if width(x.type) != 32:
         return None
     wide = np.int64 if x.type[0] == "s" else np.uint64

@@ -249,7 +249,7 @@ def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(reader, tmp_
         "[CLS] assistant <think> </think> bad film [SEP]"
     )
     assert parts == ["good [SEP]", "bad film [SEP]"]
-    # The prompt of a prediction is that of the training.
+    # A prediction has the same prompt as training.
     prompt = asked(reader, path)
     assert prompt == text.removesuffix(" bad film [SEP]")
     (batch,) = encoded(path, TASK(), reader, 64).batches(TASK().collator(reader), 1)
