@@ -17,14 +17,16 @@ import pytest
 from torch._dynamo import guards
 
 from fastkd._core import dispatch
+from tests.support.draw import FIRST
 from tests.support.interpreter import MARKS, prepare
 
 prepare()
 # Dynamo empties the processor's caches to time each graph's guards, for a line of its log.
 guards.profile_guard_manager = lambda *_: 0.0
 
-# Without a GPU `torch.manual_seed` formats its caller's stack three times.
-seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+# Without a GPU it formats its caller's stack three times.
+if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed
 LONGEST = (
     "test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
 )  # fmt: skip
@@ -50,7 +52,7 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned():
     """Fixed seed, and torch.empty filled with NaN, which shows elements that were never written."""
-    seed(0)
+    torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -26,7 +26,9 @@ REGULAR = KINDS[:4]  # of full rank: elsewhere a sum of singular values has no d
 OF_HEADS = tuple(kind for kind in KINDS if kind not in ("far", "layer_norm"))
 MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", "left", "nothing")
 # Where the random calls of a run begin: elsewhere in each, or where the commit says, as in .ci/run.
+# Processes that a run starts take it from the environment: all of them draw the same tests.
 FIRST = int(os.environ.get("FASTKD_TEST_SEED") or random.SystemRandom().randrange(2**31))
+os.environ["FASTKD_TEST_SEED"] = str(FIRST)
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
 # Sizes from which on work is divided, and smaller ones for some calls, whose work is small.
 DIVIDING: dict[str, Any] = {
