@@ -34,6 +34,10 @@ LONGEST = (
 FORKING = {"run_ranks", "CONTEXT", "Launch"}
 
 
+def pytest_report_header():
+    return f"random calls: FASTKD_TEST_SEED={FIRST}"
+
+
 def pytest_configure(config):
     """Keep cached data sets only while the tests run, in every process.
 
