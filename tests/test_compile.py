@@ -1,6 +1,8 @@
 """torch.compile: one graph, few graphs for changing sizes, tensors passed twice, Inductor."""
 
+import collections
 import itertools
+import random
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import fastkd
 from tests.losses import FILES, subjects
 from tests.support.compare import count_graphs, counted, relative_error
+from tests.support.draw import FIRST
 from tests.support.every import (
     BACKENDS,
     DEVICE,
@@ -21,17 +24,19 @@ from tests.support.subject import D_S, D_T
 
 
 def traced() -> list:
-    """Each function, and in PyTorch each Module.
+    """Of each loss in PyTorch its function or its Module, and each function on one other backend.
 
-    The kernels are one operator in a graph, whether a function or a Module calls it.
+    Which, is drawn anew in each run. The kernels are one operator in a graph, whoever calls it.
     """
-    once = {(backend, name.split()[0]): name for backend, name in reversed(TABLE)}
-    return [
-        given
-        for given in parameters(*BACKENDS)
-        for backend, name in [given.values[0]]
-        if once[backend, name.split()[0]] == name and (backend == "torch" or name[0].islower())
-    ]
+    draw, rows = random.Random(FIRST), collections.defaultdict(list)
+    for file in FILES.values():
+        for name in (subject.name for subject in getattr(file, "subjects", lambda _: ())("torch")):
+            rows[file, "torch"].append(("torch", name))
+            others = [(backend, name) for backend in BACKENDS[1:] if (backend, name) in TABLE]
+            if name[0].islower():
+                rows[name.split()[0], "kernels"] += others
+    chosen = {draw.choice(forms) for forms in rows.values() if forms}
+    return [given for given in parameters(*BACKENDS) if given.values[0] in chosen]
 
 
 @pytest.mark.parametrize("loss", traced(), indirect=True)
@@ -58,16 +63,15 @@ def test_compile(loss):
     assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
 
 
-# Those of two rows; the others in `make test-all`.
 GROWING = [
-    pytest.param(
-        file, name, id=f"{row}: {name}",
-        marks=[pytest.mark.thorough] * (place > 0 or row not in ("relation", "soft_targets")),
-    )
+    pytest.param(file, name, id=f"{row}: {name}", marks=pytest.mark.thorough)
     for row, file in FILES.items()
     if hasattr(file, "growing")
-    for place, name in enumerate(file.growing())
-]  # fmt: skip
+    for name in file.growing()
+]
+# One of them, which is drawn; the others in `make test-all`.
+drawn = random.Random(FIRST).randrange(len(GROWING))
+GROWING[drawn] = pytest.param(*GROWING[drawn].values, id=GROWING[drawn].id)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the calls are on the CPU")
@@ -79,13 +83,13 @@ def test_two_graphs_serve_all_sizes(file, name):
 
 
 def test_inductor():
-    """Losses in one graph under Inductor, whose compilation takes long."""
+    """One of three losses under Inductor, whose compilation takes long."""
     divergence = fastkd.SoftTargetLoss(temperature=2.0)
-
-    def step(student, teacher, mask):
-        same = teacher[..., :D_S]
-        rows = fastkd.layer_norm_mse(student, same) + divergence(student, same, mask)
-        return fastkd.relation_loss(student, teacher, mask) + rows
+    step = random.Random(FIRST).choice([
+        fastkd.relation_loss,
+        lambda student, teacher, mask: divergence(student, teacher[..., :D_S], mask),
+        lambda student, teacher, mask: fastkd.layer_norm_mse(student, teacher[..., :D_S]),
+    ])  # fmt: skip
 
     pair, mask = features(), padding()
     compiled = torch.compile(step, fullgraph=True)
