@@ -843,7 +843,7 @@ def bad_heads() -> Iterator[tuple[str, Callable]]:
     ratio, no_ids = functools.partial(fastkd.ImportanceRatio, at_most=2.0), far.long()
     old = torch.zeros(3)
     for words, options in (
-        ("labels must be token ids 0 to 12 .* got 99", {"task": task(labels + 97)}),
+        ("labels must be token ids 0 to 12 .* got 13", {"task": task(labels + 11)}),
         ("labels must have shape", {"task": task(labels[:2])}),
         ("labels is on meta but", {"task": task(no_ids)}),
         ("vocabulary must be at most 13", {"vocabulary": 14}),
