@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastkd
@@ -26,14 +26,11 @@ from fastkd.train import config, fitting, packaged_teacher, saving
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.fitting import settled
-from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.run_directory import Checkpoints, RunDirectory
 from fastkd.train.saving import MANIFEST, find_damage, replacing
-from fastkd.train.scoring import judge
 from tests.support.runs import (
     config_of,
     hang_up,
-    made,
     once,
     press_ctrl_c,
     report_of,
@@ -42,7 +39,7 @@ from tests.support.runs import (
     terminate,
     visible,
 )
-from tests.support.tiny import make_teacher, run, usual, write_tsv
+from tests.support.tiny import make_teacher, run, usual
 
 # 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
 RUN = {"epochs": 1.6, "method": "mc3kd", "finetune_teacher": 0.6}
@@ -67,8 +64,8 @@ def runs(tiny, tmp_path_factory):
 def opened(tiny, tmp_path):
     """`RunDirectory` of the same options in Python."""
 
-    def opened(out=tmp_path / "out", say=print, **options):
-        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))), say)
+    def opened(out=tmp_path / "out", **options):
+        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))), print)
 
     return opened
 
@@ -80,16 +77,15 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
         "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
         "torch_compile_backend: null\ntrain_sampling_strategy: group_by_length\n"
     )
-    orders, made = [], fitting.LabelledOrder
-    monkeypatch.setattr(fitting, "LabelledOrder", lambda *x: orders.append(made(*x)) or orders[-1])
+    order = mock.Mock(side_effect=fitting.LabelledOrder)
+    monkeypatch.setattr(fitting, "LabelledOrder", order)
     options = {"trainer_args": file, "epochs": 1.5, "checkpoint_every": 3, "method": "fcd"}
     output = " ".join(distill(**options).split())
     assert "compares samples (samples) within each accumulated batch only" in output
     assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
-    report = report_of(tmp_path / "out")
-    assert len(orders[0].lengths) == 40
-    # 40 rows in batches of 8, two batches a step
-    assert [entry["step"] for entry in report["history"]] == [3, 5]
+    report, lengths = report_of(tmp_path / "out"), order.call_args_list[0].args[-1]
+    # 40 rows in batches of 8 of like lengths, two batches a step
+    assert len(lengths) == 40 and [entry["step"] for entry in report["history"]] == [3, 5]
     assert report["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
     assert "exclude each other" in distill(accumulate=2, trainer_args=file, expect=2)
 
@@ -120,23 +116,56 @@ def test_wrong_trainer_args_are_one_sentence(tmp_path, text, said):
     assert said in str(error.value) and f"--trainer-args {file}" in str(error.value)
 
 
-def test_manifests_that_fastkd_did_not_write(opened, tmp_path):
-    """Neither an odd one, nor one that lists files beyond its folder."""
-    folder, mine = tmp_path / "out/student", tmp_path / "mine"
-    folder.mkdir(parents=True)
-    for manifest in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
-        (folder / MANIFEST).write_text(manifest)
-        with pytest.raises(InputError, match=f"{folder}.*{MANIFEST}"):
-            opened(resume=True)
-    (mine / "below").mkdir(parents=True)
-    (mine / "below/thesis.txt").write_text("mine")
-    (folder / "x").symlink_to(mine)
-    (folder / "y").symlink_to(mine / "below")
+#: A file of an output, what it holds, options of a run to there, and words of the sentence.
+REFUSED = [
+    *(("new/unfinished/mine.txt", "mine", {option: True}, "new: fastkd did not write")
+      for option in ("resume", "overwrite")),
+    ("file/unfinished", "mine", {"overwrite": True}, "file: fastkd did not write"),
+    ("other/student/model.safetensors", "mine", {"overwrite": True}, "fastkd did not write"),
+    *((f"odd/student/{MANIFEST}", text, {"resume": True}, f"student has no readable {MANIFEST}")
+      for text in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}')),
+    (f"cut/unfinished/{MANIFEST}", '{"run":', {"resume": True}, "json is damaged.*--overwrite"),
+    ("labels/student/notes.txt", "mine", {}, "already holds a student; .*--overwrite"),
+    ("labels/student/notes.txt", "mine", {"overwrite": True}, "holds notes.txt.*move it away"),
+    ("whole/student/notes.txt", "mine", {**RUN, "resume": True, "seed": 1}, "0, now it is 1"),
+    ("whole/student/model.safetensors", "", {**RUN, "resume": True}, "student is damaged .*tens"),
+    ("stopped/unfinished/notes.txt", "mine", {}, "unfinished run.*--resume.*--overwrite"),
+]  # fmt: skip
+
+
+def test_an_output_is_not_replaced_unasked(opened, runs, tmp_path):
+    shutil.copytree(runs, tmp_path / "runs")
+    for place, text, options, words in REFUSED:
+        path = tmp_path / "runs" / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+        with pytest.raises(InputError, match=words):
+            opened(tmp_path / "runs" / place.partition("/")[0], **options)
+        assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_files_that_fastkd_did_not_write_are_never_deleted(opened, runs, tmp_path):
+    """Nor those that were changed: while a new run trains, or by a manifest that lists them."""
+    student = shutil.copytree(runs / "labels", tmp_path / "out") / "student"
+    for name in ("notes.txt", "README.md"):
+        (student / name).write_text("mine")
+    with replacing(student, {"run": "new"}):
+        pass
+    kept = student.with_name("student.old")
+    assert visible(kept) == ["README.md", "notes.txt"] and find_damage(student) is None
+    half = shutil.copytree(runs / "stopped", tmp_path / "half")
+    (half / "unfinished/checkpoints/notes.txt").write_text("mine")
+    opened(half, **RUN, overwrite=True)
+    assert [*half.rglob("notes.txt")] == [half / "unfinished-2/checkpoints/notes.txt"]
+    folder, mine = tmp_path / "folder", kept
+    folder.mkdir()
+    (folder / "link").symlink_to(mine)
+    listed = ("link/notes.txt", "../out/student.old/notes.txt", str(mine / "notes.txt"))
     digest = hashlib.sha256(b"mine").hexdigest()
-    listed = ("x/below/thesis.txt", "y/thesis.txt", "../../mine/below/thesis.txt", str(mine))
     (folder / MANIFEST).write_text(json.dumps({"files": dict.fromkeys(listed, digest)}))
     saving.discard(folder)
-    assert (mine / "below/thesis.txt").exists() and not folder.exists()
+    assert (mine / "notes.txt").read_text() == "mine" and not folder.exists()
     # Nor is a link's target replaced.
     saving.write_manifest(mine, {})
     folder.symlink_to(mine)
@@ -145,52 +174,12 @@ def test_manifests_that_fastkd_did_not_write(opened, tmp_path):
     assert not folder.is_symlink() and find_damage(mine) is None
 
 
-def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
-    """Nor is a file of them that was changed, or that fastkd did not write, ever deleted."""
-    out, same = shutil.copytree(runs / "labels", tmp_path / "out"), {"method": "labels"}
-    same["student_layers"] = 2
-
-    def refused(words, folder=out, **options):
-        before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
-        with pytest.raises(InputError, match=words):
-            opened(folder, **options)
-        assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
-
-    assert "already complete" in distill("--resume", **same)
-    refused("already holds a student; .*--overwrite")
-    refused("seed = 0, now it is 1", **same, resume=True, seed=1)
-    (out / "student" / "notes.txt").write_text("mine")
-    refused(r"student holds notes.txt.*move it away", overwrite=True)
-    # Put there, or changed, while the new run trains.
-    (out / "student" / "README.md").write_text("a card of my own")
-    with replacing(out / "student", {"run": "new"}):
-        pass
-    kept = out / "student.old"
-    assert visible(kept) == ["README.md", "notes.txt"] and find_damage(out / "student") is None
-    assert (kept / "README.md").read_text() == "a card of my own"
-    half = shutil.copytree(runs / "stopped", tmp_path / "half")
-    refused(r"unfinished run.*--resume.*--overwrite", half)
-    (half / "unfinished/checkpoints/notes.txt").write_text("mine")
-    opened(half, **RUN, overwrite=True)
-    assert [*half.rglob("notes.txt")] == [half / "unfinished-2/checkpoints/notes.txt"]
-    for place, flag in (
-        ("new/unfinished/mine.txt", "resume"), ("new/unfinished/mine.txt", "overwrite"),
-        ("other/student/model.safetensors", "overwrite"), ("third/unfinished", "overwrite"),
-    ):  # fmt: skip
-        path = tmp_path / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
-        refused("fastkd did not write", tmp_path / place.split("/")[0], **{flag: True})
-
-
 def test_the_lock_is_not_its_file(distill, tmp_path):
     """A killed process leaves the file."""
-    with saving.locked(tmp_path / "own"):
-        assert f"in use by process {os.getpid()} on" in distill(out=tmp_path / "own", expect=2)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / saving.LOCK).write_text("process 1")
     with saving.locked(tmp_path / "out"):
-        pass
+        assert f"in use by process {os.getpid()} on" in distill(expect=2)
     assert visible(tmp_path / "out") == []
 
 
@@ -208,72 +197,47 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill):
     assert "--precision" not in error  # it is fp32 already
 
 
-# Every way to end, once; Ctrl-C: `runs`. test_kills.py has every place.
-@pytest.mark.parametrize(("step", "how", "code", "every", "newest"), [
-    (2, hang_up, 129, None, "teacher-checkpoints/checkpoint-2"),
-    (8, terminate, 143, 8, "checkpoints/checkpoint-8"),  # the last step, in the middle of an epoch
-])  # fmt: skip
-def test_resuming_gives_the_same_result(distill, runs, tmp_path, step, how, code, every, newest):
-    options, out = {**RUN, "checkpoint_every": every}, tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, step, how)
-        assert "--resume" in distill(expect=code, **options)
-    assert (out / "unfinished" / newest).exists()
+def test_resuming_gives_the_same_result(distill, runs, tmp_path):
+    """Ctrl-C: `runs`; a kill at every place: test_kills.py."""
+    out, options, flags = tmp_path / "out", {**RUN, "checkpoint_every": 8}, []
+    for step, how, code, newest in (
+        (2, hang_up, 129, "teacher-checkpoints/checkpoint-2"),
+        (8, terminate, 143, "checkpoints/checkpoint-8"),  # the last, in the middle of an epoch
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, step, how)
+            assert "--resume" in distill(*flags, expect=code, **options)
+        assert (out / "unfinished" / newest).exists()
+        flags = ["--resume"]
     for folder in ("", newest, "student"):
-        if (out / "unfinished" / folder).is_dir():
-            (out / "unfinished" / folder / "notes.txt").write_text(f"mine: {folder}")
-    put = len([*out.rglob("notes.txt")])
-    said = distill("--resume", **options)
+        (out / "unfinished" / folder / "notes.txt").write_text("mine")
+    said = distill(*flags, **options)
     moved = f"{out / 'unfinished-2'}: files that fastkd did not write"
     assert moved in " ".join(said.split()) and same_weights(out, runs / "whole")
-    assert len([*out.rglob("notes.txt")]) == put >= 2  # the student's are in the result
+    assert len([*out.rglob("notes.txt")]) == 3  # the student's is in the result
     resumed, whole = report_of(out), report_of(runs / "whole")
-    for name in ("student", "teacher", "compared_layers"):
-        assert resumed[name] == whole[name]
-    assert resumed["seconds"]["training"] <= resumed["seconds"]["total"]
+    assert (resumed["student"], resumed["teacher"]) == (whole["student"], whole["teacher"])
     for a, b in zip(resumed["history"], whole["history"], strict=True):
         assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
         assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut_off(path):
-    """A checkpoint that a kill interrupted, beside a sound one."""
-    path = path.with_name("checkpoint-8")
-    path.mkdir()
-    (path / "trainer_state.json").write_text('{"global_step":')
-
-
-def older(path):
-    """As they were when the teacher's trainer was another."""
-    (path / "method.pt").unlink()
-    saving.write_manifest(path, saving.read_json(path / saving.MANIFEST))
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs, tmp_path):
     """Without the best student the training starts again."""
-    for i, (harm, why, used) in enumerate((
-        (lambda path: (path / MANIFEST).unlink(), MANIFEST, 5),
-        (lambda path: (path / "optimizer.pt").unlink(), "optimizer.pt is missing", 5),
-        (lambda path: flip(path / "model.safetensors"), "model.safetensors", 5),
-        (cut_off, "incomplete", 7),
-        (older, "an older", 5),
-        (lambda path: saving.write_manifest(path, {"run": "x"}), "belongs to another run", 5),
-    )):  # fmt: skip
-        work = shutil.copytree(runs / "stopped", tmp_path / str(i)) / "unfinished"
-        place, said = work / "checkpoints", []
-        assert visible(place) == ["checkpoint-5", "checkpoint-7"]
+    run_id = saving.read_json(runs / "stopped/unfinished" / MANIFEST)["run"]
+    for missing, new_id, why in (
+        (MANIFEST, None, "incomplete"),  # as a kill leaves it
+        ("optimizer.pt", None, "optimizer.pt is missing"),
+        ("method.pt", run_id, "an older fastkd wrote it"),
+        (MANIFEST, "x", "belongs to another run"),
+    ):
+        place = shutil.copytree(runs / "stopped/unfinished/checkpoints", tmp_path / why)
         (place / "checkpoint-mine").mkdir()
-        state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "method.pt", "trainer_state.json"}
-        assert state <= {*saving.read_json(place / "checkpoint-7" / saving.MANIFEST)["files"]}
-        harm(place / "checkpoint-7")
-        checkpoints = Checkpoints(place, json.loads((work / MANIFEST).read_text())["run"])
-        assert checkpoints.newest(said.append) == place / f"checkpoint-{used}"
+        (place / "checkpoint-7" / missing).unlink()
+        if new_id is not None:
+            saving.write_manifest(place / "checkpoint-7", {"run": new_id})
+        said = []
+        assert Checkpoints(place, run_id).newest(said.append) == place / "checkpoint-5"
         (line,) = said
         assert ": cannot be used (" in line and "the one before it" in line and why in line
     out = shutil.copytree(runs / "stopped", tmp_path / "out")
@@ -283,67 +247,48 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
     assert same_weights(out, runs / "whole")
 
 
-def test_resume_wants_the_same_data_models_and_settings(distill, opened, runs, tiny, tmp_path):
+def test_resume_wants_the_same_data_and_models(runs, tiny, tmp_path):
     """Of a run that is complete, too."""
-    own = shutil.copytree(tiny / "teacher", tmp_path / "own")
-    train = Path(shutil.copy(tiny / "train.tsv", tmp_path / "train.tsv"))
-    given = {**RUN, "teacher": own, "train": train, "expect": 2}
+    own = shutil.copytree(tiny, tmp_path / "own")
     for name, place in (("stopped", "unfinished"), ("whole", "student")):
         manifest = shutil.copytree(runs / name, tmp_path / name) / place / MANIFEST
-        content = json.loads(manifest.read_text())
-        content["settings"] |= {"teacher": str(own), "train": str(train)}
-        manifest.write_text(json.dumps(content))
-    out = tmp_path / "stopped"
+        manifest.write_text(manifest.read_text().replace(str(tiny), str(own)))
 
-    def refused(what, folder=out, **options):
-        assert f"started with other {what}" in distill("--resume", **given, out=folder, **options)
+    def refused(what, name="stopped"):
+        given = usual(own, tmp_path, **RUN, out=tmp_path / name)
+        assert f"started with other {what};" in run("distill", "--resume", **given, expect=2)
 
-    train.write_text(train.read_text().replace("film", "a film", 1))
-    refused("training rows")
-    refused("training rows", tmp_path / "whole")
-    shutil.copy(tiny / "train.tsv", train)
-    words = (own / "tokenizer.json").read_text()
-    (own / "tokenizer.json").write_text(words.replace('"film"', '"mlif"'))
-    refused("tokenizer files")
-    shutil.rmtree(out / "unfinished/teacher")
-    shutil.rmtree(own)
-    make_teacher(own, initializer_range=0.1)
+    for path, what in (
+        (own / "train.tsv", "training rows"), (own / "teacher/tokenizer.json", "tokenizer files")
+    ):  # fmt: skip
+        text = path.read_text()
+        path.write_text(text.replace("film", "mlif", 1))
+        refused(what)
+        if what == "training rows":
+            refused(what, "whole")
+        path.write_text(text)
+    for folder in (own / "teacher", tmp_path / "stopped/unfinished/teacher"):
+        shutil.rmtree(folder)
+    make_teacher(own / "teacher", initializer_range=0.1)
     refused("teacher weights")
-    manifest = out / "unfinished" / MANIFEST
-    manifest.write_text(manifest.read_text()[:50])
-    with pytest.raises(InputError, match=f"{manifest} is damaged.*--overwrite"):
-        opened(out, resume=True, seed=5)
-    (tmp_path / "whole/student/model.safetensors").unlink()
-    error = distill("--resume", **given, out=tmp_path / "whole")
-    assert "its student is damaged (model.safetensors is missing)" in error
-    (tmp_path / "empty").mkdir()
-    said = distill("--resume", out=tmp_path / "empty", max_train_rows=8, method="labels")
-    assert "no run to resume; this one begins" in said
 
 
 def test_too_little_room(distill, runs, tmp_path, monkeypatch):
     """It is seen before any training; a disk that fills up leaves the old student."""
-    room = [50_000]
+    room, out = [50_000], tmp_path / "out"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 0, room[0]))
-    error = distill(expect=2)
     said = r"--out .*this run writes up to \d+ KiB, and the disk has 49 KiB left"
-    assert re.search(said, error) and not (tmp_path / "out").exists()
+    assert re.search(said, distill(expect=2)) and not out.exists()
     room[0] = 2**29
-    shutil.copytree(runs / "labels", tmp_path / "out")
-
-    def save(*args, **kwargs):
-        raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
-
+    shutil.copytree(runs / "labels", out)
+    broken = RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: room.__setitem__(0, 0))
-        patch.setattr(torch, "save", save)
+        patch.setattr(torch, "save", mock.Mock(side_effect=broken))
         message = distill("--overwrite", seed=2, expect=1)
     assert "cannot be saved (No space left on device)" in message and "intact" in message
-    assert same_weights(tmp_path / "out", runs / "labels")
-    assert visible(tmp_path / "out") == ["student", "unfinished"]
-
-
-def test_what_writers_raise_on_a_full_disk(tmp_path):
+    assert same_weights(out, runs / "labels") and visible(out) == ["student", "unfinished"]
+    room[0] = 2**29
     for error in (
         SafetensorError("Error while serializing: No space left (os error 28)"),
         Exception("No space left on device (os error 28)"),  # of a tokenizer
@@ -352,24 +297,6 @@ def test_what_writers_raise_on_a_full_disk(tmp_path):
         said = r"cannot be saved \(No space left on device\)"
         with pytest.raises(SaveFailed, match=said), saving.saving(tmp_path):
             raise error
-
-
-def test_help_and_defaults():
-    """Each option's sentence: tests/tools/test_command_options.py."""
-    for words in ([], ["-h"], ["--help"]):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0 and all(command in result.output for command in COMMANDS)
-    output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
-    saved = as_json(Config.of(teacher="t", task="sst2", device_name="cpu"))
-    for option in options_of(Config).values():
-        assert (option.flag in output) == ("distill" in option.commands)
-        assert (option.key in saved) == option.saved
-    group = get_command(app)
-    _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
-    assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
-    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
-    assert assignments("--set", words) == values
 
 
 def test_a_new_directory_is_synced_before_it_takes_a_name(tmp_path, monkeypatch):
@@ -386,37 +313,27 @@ def test_a_new_directory_is_synced_before_it_takes_a_name(tmp_path, monkeypatch)
 
 def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
     """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
-    with pytest.raises(MissingExtra, match=r"nowhere is not installed.*-e '[^']*\[train\]'"):
-        require("nowhere.at.all", "train")
-    # The name of the package to install, not google's.
-    monkeypatch.setitem(sys.modules, "google.protobuf", None)
-    with pytest.raises(MissingExtra, match=r"^protobuf is not installed; get it with"):
-        require("google.protobuf", "onnx")
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+    for name in ("google.protobuf", "sklearn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for module, words in (
+        ("nowhere.at.all", r"^nowhere is not installed.*-e '[^']*\[train\]'"),
+        ("google.protobuf", "^protobuf is not installed"),  # the package's name, not google's
+    ):
+        with pytest.raises(MissingExtra, match=words):
+            require(module, "train")
     error = distill(expect=1)
     assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
     assert not (tmp_path / "out").exists()
 
 
-FILES = ["--train", "setup.py.tsv", "--eval", "setup.py.tsv"]
-ROWS = ["--train", "rows.tsv", "--eval", "rows.tsv"]
-LISTS_AND_MISTAKES = [
-    ["--help"],
-    ["--version"],
-    ["nosuch"],
-    ["--nosuch"],
-    ["distill", "--help"],
-    ["distill", "--teacher", "bert", *FILES],
-    ["distill", "--teacher", "./nosuch", "--task", "sst2"],
-    ["distill", "--teacher", "bert", "--task", "sst2", "--epochs", "0"],
-    ["evaluate", "--model", "./nosuch", "--data", "pyproject.toml"],
-    ["cache", "--teacher", "bert", *FILES],
-    ["study", "--nosuch"],
-    ["study", "paper:"],
-    ["study", "spec.toml"],
-    ["distill", "--teacher", "bert", *ROWS, "--label-column", "stars"],
-    ["distill", "--teacher", "bert", *ROWS, "--unlabelled", "none.txt"],
-]
+ROWS = "--teacher bert --train rows.tsv --eval rows.tsv"
+FILES = ROWS.replace("rows", "setup.py")
+LISTS_AND_MISTAKES = [line.split() for line in (
+    "--help", "--version", "nosuch", "distill --help", "study --nosuch", "study paper:",
+    "study spec.toml", f"distill {FILES}", f"cache {FILES}", f"distill {ROWS} --label-column stars",
+    f"distill {ROWS} --unlabelled none.txt", "distill --teacher ./nosuch --task sst2",
+    "distill --teacher b --task sst2 --epochs 0", "evaluate --model ./nosuch --data pyproject.toml",
+)]  # fmt: skip
 WITHOUT_TORCH = f"""
 import sys
 from fastkd.__main__ import main
@@ -446,29 +363,18 @@ def test_lists_and_mistakes_import_no_torch(tiny, tmp_path):
     assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]
     assert config.LABELLED_SHARE == labelled_order.LABELLED_SHARE
     assert command_settings.MEASURES == MEASURES
+    for words in ([], ["-h"], ["--help"]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0 and all(command in result.output for command in COMMANDS)
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"fastkd {fastkd.__version__}\n")
 
 
-def test_scores_of_several_test_files_have_their_names(distill, tiny, tmp_path):
-    files = [write_tsv(tmp_path / name, 10, i) for i, name in enumerate(("one.tsv", "two.b.tsv"))]
-    given = usual(tiny, tmp_path, max_train_rows=8)
-
-    def scores(*files):
-        found, models = made(**given, test=[*files])
-        return judge(found, models.student, found.sets.tests).scores
-
-    both = scores(*files)
-    for name, path in zip(("one", "two.b"), files, strict=True):
-        assert both[f"accuracy_{name}"] == scores(path)["accuracy"]
-    (tmp_path / "c").mkdir()
-    same = write_tsv(tmp_path / "c/one.tsv")
-    error = distill("--test", files[0], "--test", same, expect=2)
-    assert "--test: two files have the same name" in error
-
-
 def test_the_packaged_teacher_who_is_the_student_too(distill, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(packaged_teacher, "teacher_path", lambda: tiny / "teacher")
-    packaged = {"teacher": "packaged", "method": "labels", "max_train_rows": 8}
-    assert "warning: --student is the teacher" in distill(**packaged, student=tiny / "teacher")
+    (tmp_path / "out").mkdir()
+    packaged = {"teacher": "packaged", "student": tiny / "teacher", "max_train_rows": 8}
+    said = distill("--resume", **packaged, method="labels")
+    assert "no run to resume; this one begins" in said
+    assert "warning: --student is the teacher" in said
     assert report_of(tmp_path / "out")["settings"]["teacher"] == str(tiny / "teacher")

@@ -32,7 +32,7 @@ def write_library(root):
             lines.append(f"class {name}:")
             for i in range(5):
                 text = f"Method {i} of {package} {module} {name}."
-                lines += [f"    def f{i}(self):", f'        """{text}"""']
+                lines.append(f'    def f{i}(self):\n        """{text}"""')
         (root / package).mkdir(parents=True, exist_ok=True)
         (root / package / f"{module}.py").write_text("\n".join(lines))
     for name, content in ODD.items():
@@ -60,10 +60,9 @@ def test_areas_are_balanced_and_mixed_and_share_no_docstring(library, tmp_path):
         assert len({*labels[: len(rows) // 2]}) == 2 and len({x["text"] for x in rows}) == len(rows)
     groups = [{row["text"][9:] for row in rows} for rows in sets]
     assert not groups[0] & groups[1]  # classes stay together
-    every = [text for rows in load_docstrings(160, 40, library) for text in rows]
-    texts = {row["text"] for row in every}  # all
-    assert "Method 2 of email a A." in texts and "Method 1 of email a A." not in texts
-    assert len(texts) == 319 and {row["label"] for row in every} == {"network", "text"}
+    every = [row for rows in load_docstrings(160, 40, library) for row in rows]
+    texts = {row["text"] for row in every}  # all but one in two areas, and a short one
+    assert len(texts) == 319 and "Method 1 of email a A." not in texts
     assert {text for *_, text in docstrings(library)} > texts | {"Too short."}
     modules = [module for listed in AREAS.values() for module in listed.split()]
     assert len(modules) == len(set(modules))
@@ -75,18 +74,18 @@ def test_areas_are_balanced_and_mixed_and_share_no_docstring(library, tmp_path):
 
 def test_pairs_are_graded_by_the_tree(library):
     sets, sides = load_pairs(30, 6, library), []
+    assert load_pairs(30, 6, library) == sets
     for rows, count in zip(sets, (30, 6), strict=True):
         assert Counter(row["label"] for row in rows) == dict.fromkeys(range(5), count)
-        pairs = [(row["text"], row["text_pair"]) for row in rows]
-        sides.append({*itertools.chain(*pairs)})
-        assert len({*map(frozenset, pairs)}) == len(rows)
+        pairs = {frozenset((row["text"], row["text_pair"])) for row in rows}
+        sides.append(frozenset().union(*pairs))
+        assert len(pairs) == len(rows)
         for row in rows:
             one, other = (row[x].rstrip(".").split()[3:] for x in ("text", "text_pair"))
             shared = [AREA_OF[one[0]] == AREA_OF[other[0]]]
             shared += [one[: i + 1] == other[: i + 1] for i in range(3)]
             assert row["label"] == [*shared, False].index(False), row
     assert not sides[0] & sides[1]
-    assert load_pairs(30, 6, library) == sets
 
 
 def test_what_the_demo_leaves_alone_and_needs(monkeypatch, tmp_path):

@@ -6,13 +6,14 @@ import io
 import os
 import re
 import sys
+from unittest import mock
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from fastkd.cli import display
-from fastkd.cli.display import BestEffortStream, RichDisplay, new_display
+from fastkd.cli.display import RichDisplay, new_display
 from fastkd.cli.main import app
 from fastkd.train.distillation import write_card
 from fastkd.train.errors import RunFailed
@@ -24,10 +25,16 @@ from tests.support.tiny import usual, words_of
 TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
 
 
-def test_a_log_file_gets_lines(monkeypatch):
+def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with RichDisplay(console) as shown:
+        shown.track("soft_targets", 0, 15000).advance(1234, TERMS)
+        shown.progress.refresh()
+    line = console.file.getvalue()
+    assert re.search(r"soft_targets.* 1234/15000.*(-:--|\d:\d).* loss 1.2", line)
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
-    file = io.StringIO()
-    with RichDisplay(Console(file=file, width=80)) as shown:
+    console = Console(file=io.StringIO(), width=80)
+    with RichDisplay(console) as shown:
         track = shown.track("fcd", 10, 100)
         track.advance(20)
         track.advance(20, TERMS)
@@ -36,74 +43,14 @@ def test_a_log_file_gets_lines(monkeypatch):
         with contextlib.closing(counted("abc", shown, "cut off", 3)) as items:
             next(items)
         assert not shown.progress.tasks
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with RichDisplay(console) as shown:
-        shown.track("soft_targets", 0, 15000).advance(1234, TERMS)
-        shown.progress.refresh()
-    line = console.file.getvalue()
-    assert re.search(r"soft_targets.* 1234/15000.*(-:--|\d:\d).* loss 1.2", line)
-    line, *lines = file.getvalue().splitlines()
-    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
-    assert len(lines) == 3
-    assert re.match(r"rows  step 2/3  \S+ steps/s  0:00 left$", lines[1]), lines
-
-
-def test_progress_is_beside_the_answer(tiny, monkeypatch):
-    """Of other commands it is on the screen; their functions count by `counted`, too."""
-    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+    lines = console.file.getvalue().splitlines()
+    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", lines[0]), lines
+    assert re.match(r"rows  step 2/3  \S+ steps/s  0:00 left$", lines[2]) and len(lines) == 4
+    # Beside an answer it is on the standard error.
     words = words_of("predict", model=tiny / "teacher", data=tiny / "dev.tsv", batch_size=5)
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, words)
     assert "20 rows  step 2/2" in result.stderr
     assert result.stdout.startswith("row\ttext") and "step" not in result.stdout
-
-
-def test_a_reader_may_go_away(tiny, tmp_path):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    console = Console(file=BestEffortStream(Closed()))
-    with RichDisplay(console) as shown:
-        shown.say("nobody reads this")
-        shown.track("x", 0, 2).advance(1, TERMS)
-
-    words = words_of("distill", **usual(tiny, tmp_path, max_train_rows=8))
-    launch = Launch(tmp_path / "launch", None, without_a_reader, words)
-    _, errors = launch.end()
-    assert launch.process.exitcode == 0, errors
-    assert "BrokenPipe" not in errors
-    assert report_of(tmp_path / "out")["complete"]
-
-
-class Stream(io.TextIOWrapper):
-    """A stream whose flush always fails with this error."""
-
-    def __init__(self, failing=0, encoding="utf-8"):
-        super().__init__(io.BytesIO(), encoding)
-        self.failing = failing
-
-    def flush(self):
-        if self.failing:
-            raise OSError(self.failing, os.strerror(self.failing))
-        super().flush()
-
-
-def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
-    for number in (errno.ENOSPC, errno.EPIPE):
-        monkeypatch.setattr(sys, "stdout", Stream(number))
-        told = pytest.raises(RunFailed, match="the output can't be written: No space left")
-        with told if number == errno.ENOSPC else contextlib.nullcontext(), new_display() as shown:
-            shown.say("labels")
-    monkeypatch.setattr(sys, "stdout", None)  # closed
-    with new_display() as shown:
-        shown.say("labels")
-    for encoding in ("ascii", "koi8-r"):
-        stream = Stream(encoding=encoding)
-        monkeypatch.setattr(sys, "stdout", stream)
-        with new_display() as shown:
-            shown.say("größer")
-            shown.say("kleiner")
-        assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
 
 
 def without_a_reader(words):
@@ -111,6 +58,35 @@ def without_a_reader(words):
     os.close(reader)
     os.dup2(pipe, 1)
     command(words)
+
+
+def test_a_reader_may_go_away(tiny, tmp_path):
+    words = words_of("distill", **usual(tiny, tmp_path, max_train_rows=8))
+    launch = Launch(tmp_path / "launch", None, without_a_reader, words)
+    _, errors = launch.end()
+    assert launch.process.exitcode == 0 and "BrokenPipe" not in errors, errors
+    assert report_of(tmp_path / "out")["complete"]
+
+
+def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
+    def show(output):
+        monkeypatch.setattr(sys, "stdout", output)
+        with new_display() as shown:
+            shown.say("größer")
+            shown.say("kleiner")
+
+    show(None)  # closed
+    for encoding in ("ascii", "koi8-r"):
+        show(io.TextIOWrapper(file := io.BytesIO(), encoding))
+        assert file.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
+    for method, number in (
+        ("flush", errno.EPIPE), ("write", errno.EPIPE), ("flush", errno.ENOSPC)
+    ):  # fmt: skip
+        output, error = io.TextIOWrapper(io.BytesIO()), OSError(number, os.strerror(number))
+        setattr(output, method, mock.Mock(side_effect=error))
+        lost = pytest.raises(RunFailed, match="the output can't be written: No space left")
+        with lost if number == errno.ENOSPC else contextlib.nullcontext():
+            show(output)
 
 
 # What `show` and the model card read of a report.
@@ -128,13 +104,11 @@ BARE = {"parameters": {"student": 20}, "bytes": {"student": 20}, "seconds_a_batc
 
 
 @pytest.mark.parametrize(("more", "told"), [
-    ({}, ("student is 1.7 times slower and 2.0 times larger", "epoch 0.29,",
-          "2.0 times larger, 1.7 times slower on the machine", 'classify("...")',
-          "| accuracy_two.b (test) |", "type: two.b.tsv",
-          r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e.")),
+    ({}, ("student is 1.7 times slower and 2.0 times larger", "epoch 0.29,", 'classify("...")',
+          "2.0 times larger, 1.7 times slower on the machine", "| accuracy_two.b (test) |",
+          "type: two.b.tsv", r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e.")),
     ({"parameters": {"teacher": 100, "student": 99}, "paired": True},
-     ("1.7 times slower and as large", "`./t`: as large, ",
-      'classify({"text": "...", "text_pair": "..."})')),
+     ("1.7 times slower and as large", 'classify({"text": "...", "text_pair": "..."})')),
     ({**BARE, "served_teacher": "9 rows/s"}, ("`./t`: in a server, 9 rows/s.",)),
     ({**BARE, "stored_teacher": "in files"}, ("`./t`: in files.",)),
     (BARE, ("`./t`: known by its log-probabilities.",)),
