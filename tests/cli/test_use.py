@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 
@@ -13,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 
 from fastkd.train.errors import InputError
 from fastkd.train.models import longest
-from fastkd.train.saving import read_json
 from fastkd.train.tasks.classification import Classification
 from tests.support.runs import once, report_of
 from tests.support.tiny import make_teacher, run, usual, write_onnx, write_tsv
@@ -21,6 +21,8 @@ from tests.train.tasks.through import encoded, told, write_lines
 
 CLASSES = ("neg", "pos")
 Classifier = t.AutoModelForSequenceClassification
+SIZES = {"vocab_size": 17, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32,
+         "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.3}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,8 @@ def test_the_student_scores_the_same_everywhere(folder, student, tmp_path):
         assert [*map(float, line[3:])] == pytest.approx([chances[x] for x in CLASSES], abs=1e-5)
     said, out = run("evaluate", **words), tmp_path / "scores.tsv"
     assert f"30 rows:  accuracy {expected:.4g}" in said
-    assert "f1 " in run("evaluate", **words, metric="f1", out=tmp_path / "scores.json")
-    assert read_json(tmp_path / "scores.json")["accuracy"] == expected
-    run("evaluate", **words, out=out)
-    assert out.read_text() == f"rows\taccuracy\n30\t{expected}\n"
+    assert "f1 " in run("evaluate", **words, metric="f1", out=out)
+    assert re.match(rf"rows\tf1\taccuracy\n30\t[.\d]+\t{expected}\n$", out.read_text())
     assert "the file exists" in run("evaluate", **words, out=out, expect=2)
     # How numbers are read is printed. Other orders, and doubtful ones: tests/train/test_data.py.
     words["data"] = write_tsv(tmp_path / "numbers.tsv", 30, 2)
@@ -86,28 +86,25 @@ def test_the_student_scores_the_same_everywhere(folder, student, tmp_path):
 
 def test_onnx_files(folder, student, tmp_path):
     """One of the student gives the same score; those of something else are refused."""
-    onnx = pytest.importorskip("onnx")
-    from onnx import helper
-
-    path, other = tmp_path / "x.onnx", make_teacher(tmp_path / "other", labels=3)
-    words = {"model": student, "data": folder / "test.tsv", "onnx": path}
+    words = {"model": student, "data": folder / "test.tsv", "onnx": tmp_path / "x.onnx"}
     assert "no such file" in run("evaluate", **words, expect=2)
-    write_onnx(Classifier.from_pretrained(student), path, "logits")
+    write_onnx(Classifier.from_pretrained(student), words["onnx"], "logits")
     score = report_of(folder / "out")["test"]["student"]["accuracy_test"]
     assert f"accuracy {score:.4g}" in run("evaluate", **words)
+    other = make_teacher(tmp_path / "other", labels=3)
     assert "it has 2 outputs, and --model" in run("predict", **words | {"model": other}, expect=2)
-    for name, said in (
-        (None, "can't be loaded"),
-        ("pixels", "reads pixels and has the outputs a; it must read"),
-        ("input_ids", "can't be run"),  # of other types
+    words["onnx"].write_bytes(b"x")
+    assert "can't be loaded" in run("evaluate", **words, expect=2)
+    config = t.BertConfig(**{**SIZES, "vocab_size": 5})
+    for model, outputs, said in (
+        (t.BertForSequenceClassification, ["logits"], "can't be run"),  # it knows fewer tokens
+        (
+            t.BertForQuestionAnswering,
+            ["start_logits", "end_logits"],
+            "end_logits; it must read",
+        ),
     ):
-        path.write_bytes(b"x")
-        if name is not None:
-            value = {x: helper.make_tensor_value_info(x, 1, [1, 2]) for x in (name, "a")}
-            node = helper.make_node("Identity", [name], ["a"])
-            graph = helper.make_graph([node], "graph", [value[name]], [value["a"]])
-            opset = [helper.make_opsetid("", 17)]
-            onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), str(path))
+        write_onnx(model(config), words["onnx"], *outputs)
         assert said in run("evaluate", **words, expect=2)
 
 
@@ -122,7 +119,7 @@ def test_card_report_and_log(folder, student):
     }
     assert "Rows: 40 train, 20 eval, 50 test, 24 unlabelled." in card.text
     events = [json.loads(x) for x in (folder / "out" / "log.jsonl").read_text().splitlines()]
-    steps = [e for e in events if e["event"] == "step" and e["title"] == "soft_targets"]
+    steps = [e for e in events if e["event"] == "step" and "soft" in e["title"]]
     assert steps[-1]["step"] == steps[-1]["steps"] == 4 * 8  # 64 rows in batches of 8
     scores = [e["scores"] for e in events if e["event"] == "evaluation" and "soft" in e["title"]]
     assert scores == [entry["scores"] for entry in report["history"]]
@@ -175,14 +172,14 @@ def test_every_row_has_its_line(student, tmp_path):
         found = {row["row"]: (row["text"].strip(), row["label"]) for row in rows}
         assert found == expected and len(rows) == len(expected), name
         assert all((row["P(neg)"] is None) == (row["label"] is None) for row in rows)
-    said = run("predict", model=student, data=tmp_path / "x.txt", out=tmp_path / "x.json")
+    words = {"model": student, "data": tmp_path / "x.txt"}
+    said = run("predict", **words, out=tmp_path / "x.json")
     assert "6 rows, 4 of them without text" in said
     # Texts of more lines than one keep to their own line, and a quote is a quote.
-    words = {"model": student, "data": tmp_path / "x.csv"}
+    words["data"] = tmp_path / "x.csv"
     words["data"].write_text('text\n"good ""a"" \t\nfilm"\nbad film\n')
-    lines = run("predict", **words).splitlines()[1:]
-    rows = [["2", 'good "a"   film', "pos"], ["4", "bad film", "neg"]]
-    assert [line.split("\t")[:3] for line in lines] == rows
+    _, first, second = run("predict", **words).splitlines()
+    assert first.startswith('2\tgood "a"   film\tpos\t') and second.startswith("4\tbad film\tneg")
     run("predict", **words, out=tmp_path / "found.csv")
     assert '2,"good ""a"" \t\nfilm",pos' in (tmp_path / "found.csv").read_text()
     words["data"].write_text("id,text\n7,\n")
@@ -191,25 +188,23 @@ def test_every_row_has_its_line(student, tmp_path):
 
 def test_columns_and_length_are_those_of_the_training(folder, student, tmp_path):
     """A student of pairs refuses rows without a second text; a damaged manifest is no matter."""
-    pairs, long = tmp_path / "pairs.tsv", tmp_path / "long.txt"
-    long.write_text("good film " * 20)
-    at_16, at_32, alone = (
-        run("predict", model=student, data=long, max_length=length) for length in (16, 32, None)
-    )
-    assert alone == at_16 != at_32
-    model = shutil.copytree(student, tmp_path / "model")
+    model, data = shutil.copytree(student, tmp_path / "model"), tmp_path / "long.txt"
+    data.write_text("good film " * 20)
+    words = {"model": model, "data": data}
+    at_16, at_32 = (run("predict", **words, max_length=length) for length in (16, 32))
+    assert run("predict", **words) == at_16 != at_32
     for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
         (model / "fastkd.json").write_text(manifest)
-        assert run("predict", model=model, data=long) == at_32
+        assert run("predict", **words) == at_32
     lines = [f"{text}\tthe film\t{'np'.index(y[0])}" for text, y in rows_of(folder / "dev.tsv")]
-    pairs.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
+    data = words["data"] = tmp_path / "pairs.tsv"
+    data.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
-    expected = run("evaluate", model=model, data=pairs, **columns)
+    expected = run("evaluate", **words, **columns)
     (model / "fastkd.json").write_text(json.dumps({"settings": columns}))
-    assert run("evaluate", model=model, data=pairs) == expected
+    assert run("evaluate", **words) == expected
     said = "was trained on pairs of texts; --text-pair-column"
-    words = {"text_column": "one", "label_column": "class", "expect": 2}
-    assert said in run("evaluate", model=model, data=pairs, **words)
+    assert said in run("evaluate", **words, text_column="one", label_column="class", expect=2)
     for name, words in (("dev.tsv", said), ("more.txt", "two are compared")):
         assert words in run("predict", data=folder / name, model=model, expect=2)
 
@@ -230,10 +225,6 @@ def test_a_marker_runs_no_code(tiny, tmp_path, monkeypatch):
     assert not ran.exists()
     run("predict", **words, task="a-model.task:Mine")
     assert ran.exists()
-
-
-SIZES = {"vocab_size": 17, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32,
-         "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.3}  # fmt: skip
 
 
 def test_the_longest_and_the_shortest_text_of_a_model(tiny):
