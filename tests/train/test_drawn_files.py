@@ -3,7 +3,7 @@
 A row that is drawn to be broken is named in the error.
 
 A table has texts with whatever a format can carry, sometimes two of them, and labels of a drawn
-kind. It is written as a drawn kind of file, with line ends, a mark of UTF-8, blank lines, other
+kind. It is written as drawn kinds of file, with line ends, a mark of UTF-8, blank lines, other
 columns, with or without a header, and compression. A failure prints the seed (FASTKD_TEST_SEED).
 """
 
@@ -14,169 +14,230 @@ import json
 import math
 import random
 
-import pyarrow
-import pyarrow.parquet
+import datasets
+import numpy as np
 import pytest
 
+from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import load
 from fastkd.train.errors import InputError
+from fastkd.train.tasks.classification import Classification
+from fastkd.train.tasks.multi_label import MultiLabel
 from tests.support.draw import FIRST
 from tests.support.tiny import source
 
 ODD = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c", "(a|b)", "\\", "  ", "�", "ﬁ"]
 QUOTED = ['"', '""', ",", "\n", "\r\n", "\t"]
-#: By kind: labels as written, the names of all classes in order (None for numbers), and options.
+TABLES, ARROW = ["tsv", "csv"], ["parquet", "saved"]
+NAMES = ["good", "bad", "fair"]
+SETS = {"task": "multi-label", "label_column": "label"}
+HOT = [[1, 0], [0, 1], [1, 1]]
+SOFT = [[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]]
+#: By kind: labels as written, the names of all classes in order (None for numbers), labels as read
+#: (those of "soft" are probabilities), and options.
 LABELS = {
-    "padded": (["2", "1", "01"], ["01", "1", "2"]),
-    "versions": (["1.5", "0.5", "1_0"], ["0.5", "1.5", "1_0"], {"labels": "classes"}),
-    "counts": ([3, 1, 2], None, {"labels": "numbers"}),
-    "names": (["good", "bad", " fair "], ["bad", "fair", "good"]),
-    "cases": (["B", "a", "A"], ["A", "B", "a"]),
-    "whole": ([10, 9, -1], ["-1", "9", "10"]),
-    "unmarked": ([1, 0, -100], ["0", "1"]),
-    "floats": ([0.5, 1.0, 2.0], None),
-    "halves": ([1.0, 0.0, 3.0], ["0.0", "1.0", "3.0"]),
-    "true": ([True, False, True], ["False", "True"]),
-    "soft": ([[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]], ["0", "1"]),
-}
+    "padded": (["2", "1", "01"], ["01", "1", "2"], [2, 1, 0]),
+    "counts": ([3, 1, 2], None, [3, 1, 2], {"labels": "numbers"}),
+    "names": (["good", "bad", " fair "], ["bad", "fair", "good"], [2, 0, 1]),
+    "cases": (["B", "a", "A"], ["A", "B", "a"], [1, 2, 0]),
+    "whole": ([10, 9, -1], ["-1", "9", "10"], [2, 1, 0]),
+    "unmarked": ([1, 0, -100], ["0", "1"], [1, 0, -100]),
+    "floats": ([0.5, 1.0, 2.0], None, [0.5, 1.0, 2.0]),
+    "halves": ([1.0, 0.0, 3.0], ["0.0", "1.0", "3.0"], [1, 0, 2]),
+    "true": ([True, False, True], ["False", "True"], [1, 0, 1]),
+    "soft lists": (SOFT, ["0", "1"], SOFT),
+    "soft words": (['{"no": 0.75, "yes": 0.25}', "yes", "no"], ["no", "yes"],
+                   [[0.75, 0.25], [0, 1], [1, 0]]),
+}  # fmt: skip
+#: Kinds of which no row is drawn broken. The classes of some are those of a finished ``head``.
+MORE = {
+    "versions": (["1.5", "0.5", "1_0"], ["0.5", "1.5", "1_0"], [1, 0, 2], {"labels": "classes"}),
+    "marked": ([1, 0, -100], ["-100", "0", "1"], [2, 1, 0], {"labels": "classes"}),
+    "soft names": ([{"no": 0.75, "yes": 0.25}, {"yes": 0.9, "no": 0.1}, {"yes": 1.0}],
+                   ["no", "yes"], [[0.75, 0.25], [0.1, 0.9], [0, 1]]),
+    "soft head": (SOFT, ["no", "yes"], SOFT, {"head": ["no", "yes"]}),
+    "declared": ([2, 0, 1], NAMES, [2, 0, 1]),
+    "numbered": ([2, 0, 2], ["0", "1", "2"], [2, 0, 2], {"head": NAMES}),
+    "spelled": (["bad", "Bad", "GOOD"], ["GOOD", "bad", "fair"], [1, 1, 0], {"head": NAMES}),
+    "sets": ([["b"], [], ["b", "a"]], ["a", "b"], [["b"], [], ["b", "a"]], SETS),
+    "sets of numbers": ([[0, 1], [2], []], ["0", "1", "2"], [["0", "1"], ["2"], []], SETS),
+    "sets numbered": ([[0], [2, 1], []], NAMES, [["good"], ["fair", "bad"], []],
+                      {**SETS, "head": NAMES}),
+    "sets spelled": ([["bad", "GOOD"], ["Bad"], ["fair"]], ["GOOD", "bad", "fair"],
+                     [["bad", "GOOD"], ["bad"], ["fair"]], {**SETS, "head": NAMES}),
+    **{f"hot {kind.__name__}": ([[*map(kind, row)] for row in HOT], ["0", "1"],
+       [["0"], ["1"], ["0", "1"]], SETS) for kind in (int, float, bool)},
+    "hot head": (HOT, ["no", "yes"], [["no"], ["yes"], ["no", "yes"]],
+                 {**SETS, "head": ["no", "yes"]}),
+    "columns": ([[1.0, 0], [0.0, 1], [1.0, 1]], ["rude", "toxic"],
+                [["toxic"], ["rude"], ["toxic", "rude"]], {**SETS, "label_column": "toxic,rude"}),
+}  # fmt: skip
+NOTES = {"soft": "labels are probabilities", "hot": "labels are one-hot"}
 
 
-def texts_of(rng, kind):
-    """Texts that a kind of file can carry; a quote alone is one in a .tsv."""
-    between = [*ODD, '"'] if kind == "tsv" else [*ODD, *QUOTED]
+def texts_of(rng, kinds):
+    """Texts that all these kinds of file can carry; a quote alone is one in a .tsv."""
+    between = [*ODD, '"'] if "tsv" in kinds else [*ODD, *QUOTED]
     while True:
         words = [rng.choice(["good", "film", "is", *between]) for _ in range(rng.randint(1, 6))]
         words += ["long" * 50_000] * (rng.random() < 0.01)  # more than Python's csv reads unasked
         yield f"{rng.choice('xyz')} {rng.choice(['', ' ']).join(words)} end"
 
 
-def written(rng, kind, names, rows):
-    """Bytes of the rows' file, with or without ``names``, and the number of each row."""
-    end, blank = rng.choice(["\n", "\r\n"]), rng.random() < 0.3
-    lines, numbers, at, head = [], [], 1, [names] * (kind in ("tsv", "csv") and names is not None)
-    if kind in ("tsv", "csv"):
-        rows = [*head, *(list(row.values()) if isinstance(row, dict) else row for row in rows)]
-    for i, row in enumerate(rows):
-        if kind == "csv":
-            buffer = io.StringIO(newline="")
-            csv.writer(buffer).writerow(row)
-            line = buffer.getvalue().removesuffix("\r\n")
-        elif kind == "tsv":
-            line = "\t".join(map(str, row))
-        else:
-            line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
-        if kind == "json":
-            line = f"{'[' if i == 0 else ', '}{line}"
-        if blank and i == 2:
-            lines.append("")
-            at += 1
-        numbers.append(i + 1 if kind == "json" else at)
-        lines.append(line)
-        at += 1 + line.count("\n")
-    lines += ["]"] * (kind == "json")
-    text = end.join(lines) + rng.choice([end, ""])
-    content = text.encode("utf-8", "surrogateescape")
-    return rng.choice([b"", b"\xef\xbb\xbf"]) + content, numbers[len(head) :]
+def cell(value, sets):
+    """A value in a table."""
+    if sets and isinstance(value, list):
+        return "|".join(x if isinstance(x, str) else str(int(x)) for x in value)
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
-def broken(rng, kind, row, text):
-    """What a file has in place of a row: cells, or a line of JSON."""
-    empty = ["", " "] * ("pair" not in row)  # one of two texts may be empty
-    if kind == "jsonl":
-        changes = [(text, x) for x in (5, None, "\udcfc", *empty)]
-        changes += [("label", x) for x in (None, "", {}, [1], math.nan, math.inf)]
-        lines = [{**row, name: x} for name, x in changes]
-        lines += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
-        lines = [json.dumps(x, ensure_ascii=False) for x in lines]
-        return rng.choice([*lines, lines[0][:-1], "[1]", "5", "null", "word", "[" * 100_000])
-    changes = [("label", ""), ("label", "nan"), ("label", "NULL"), *((text, x) for x in empty)]
-    if "\n" not in "".join(map(str, row.values())):  # the error names a line
-        changes.append((text, "\udcfc"))
-    rows = [[*{**row, name: x}.values()] for name, x in changes]
-    return rng.choice([*rows, [*row.values()][:-1], [*row.values(), "wide"]])
+class Table:
+    """Drawn rows for two files of drawn ``kinds``.
 
-
-def drawn(rng, folder, breaks=False):
-    """A file's path, its options, and its content: numbers, texts, second texts, labels, names.
-
-    Or, if one of them ``breaks``, another file with a broken row, and the row's number.
+    ``read`` are the values of the columns ``stored`` in each row, as fastkd reads them.
     """
-    kind = rng.choice(["tsv", "csv", "jsonl", *["json", "parquet"] * (not breaks)])
-    of = rng.choice([x for x in LABELS if not breaks or x != "versions"])
-    labels, classes, *options = LABELS[of]
-    made, pair = texts_of(rng, kind), rng.random() < 0.4
-    names = [
-        rng.choice(["text", "sentence"]),
-        *["pair"] * pair,
-        "label",
-        *["more"] * rng.randint(0, 1),
-    ]
-    rng.shuffle(names)
-    if of == "soft" and kind in ("tsv", "csv"):
-        labels = [json.dumps(x) for x in labels]
-    rows, ys = [], []
-    for i in range(rng.randint(6, 40)):
-        ys.append(i % 3 if i < 3 else rng.randrange(3))
-        rows.append({n: labels[ys[-1]] if n == "label" else next(made) for n in names})
-    bare = kind in ("tsv", "csv") and rng.random() < 0.3
 
-    def save(rows):
-        path = folder / f"{rng.randrange(10**9)}.{kind}"
-        if kind == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    def __init__(self, rng, breaks=False):
+        self.rng, self.of = rng, rng.choice([*LABELS] if breaks else [*LABELS, *MORE])
+        labels, self.classes, read, options = (*{**LABELS, **MORE}[self.of], {})[:4]
+        self.sets, head = "task" in options, options.get("head")
+        self.head = head and (MultiLabel if self.sets else Classification)(tuple(head))
+        columns = options.get("label_column", "label").split(",")
+        known = ARROW if self.of == "declared" else [*TABLES, "jsonl", "json", *ARROW]
+        known = [*TABLES, "jsonl"] if breaks else known
+        self.bare = len(columns) == 1 and "csv" in known and rng.random() < 0.2
+        self.kinds = rng.choices(TABLES if self.bare else known, k=2)
+        self.text = "text" if self.sets else rng.choice(["text", "sentence"])
+        pair = ["pair"] * (rng.random() < 0.4)
+        self.names = [self.text, *pair, *columns, *["more"] * rng.randint(0, 1)]
+        rng.shuffle(self.names)
+        given = {"text_pair_column": "pair"} if pair else {}
+        if self.bare:
+            given |= {"text_column": self.text, "label_column": "label"}
+            given = {option: str(self.names.index(name)) for option, name in given.items()}
+            given["no_header"] = True
+        self.options = {name: x for name, x in options.items() if name != "head"} | given
+        self.stored = ["text", *pair, PROBABILITIES if self.of.startswith("soft") else "label"]
+        made, self.rows, self.read = texts_of(rng, self.kinds), [], []
+        for i in range(rng.randint(6, 40)):
+            y = i if i < 3 else rng.randrange(3)
+            row = {name: next(made) for name in self.names}
+            row |= zip(columns, labels[y] if columns[1:] else [labels[y]], strict=True)
+            self.rows.append(row)
+            self.read.append((*(row[name] for name in (self.text, *pair)), read[y]))
+
+    def save(self, path, kind, rows):
+        """The path of a file of ``rows``, and the number of each row."""
+        path.parent.mkdir(exist_ok=True)
+        path = path.with_suffix("" if kind == "saved" else f".{kind}")
+        if kind in ARROW:
+            data = datasets.Dataset.from_list(rows)
+            if self.of == "declared":
+                data = data.cast_column("label", datasets.ClassLabel(names=self.classes))
+            data.to_parquet(path) if kind == "parquet" else data.save_to_disk(path)
             return path, [*range(1, len(rows) + 1)]
-        content, numbers = written(rng, kind, None if bare else names, rows)
-        path = path.with_name(path.name + rng.choice(["", ".gz"]))
+        content, numbers = self.written(kind, rows)
+        path = path.with_name(path.name + self.rng.choice(["", ".gz"]))
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return path, numbers
 
-    path, numbers = save(rows)
-    (text,) = {"text", "sentence"} & {*names}
-    given = {"text_pair_column": "pair"} if pair else {}
-    if bare:
-        columns = {"text_column": text, "label_column": "label", **given}
-        given = {name: str(names.index(x)) for name, x in columns.items()} | {"no_header": True}
-    given |= dict(*options)
-    if breaks:
-        at = rng.randint(3, len(rows))
-        wrong, numbers = save([*rows[:at], broken(rng, kind, rows[0], text), *rows[at:]])
-        return path, given, (wrong, numbers[at])
-    kept = [i for i, y in enumerate(ys) if labels[y] != -100]
-    seconds = [rows[i]["pair"] for i in kept] if pair else None
-    firsts, known = [rows[i][text] for i in kept], [labels[ys[i]] for i in kept]
-    return path, given, ([numbers[i] for i in kept], firsts, seconds, known, classes)
+    def written(self, kind, rows):
+        """Bytes of a file of ``rows``, dictionaries or as written, and the number of each row."""
+        rng = self.rng
+        end, blank = rng.choice(["\n", "\r\n"]), rng.random() < 0.3
+        lines, numbers, at = [], [], 1
+        head = [self.names] * (kind in TABLES and not self.bare)
+        if kind in TABLES:
+            rows = [row.values() if isinstance(row, dict) else row for row in rows]
+            rows = [*head, *([cell(x, self.sets) for x in row] for row in rows)]
+        for i, row in enumerate(rows):
+            if kind == "csv":
+                buffer = io.StringIO(newline="")
+                csv.writer(buffer).writerow(row)
+                line = buffer.getvalue().removesuffix("\r\n")
+            elif kind == "tsv":
+                line = "\t".join(map(str, row))
+            else:
+                line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
+            if kind == "json":
+                line = f"{'[' if i == 0 else ', '}{line}"
+            if blank and i == 2:
+                lines.append("")
+                at += 1
+            numbers.append(i + 1 if kind == "json" else at)
+            lines.append(line)
+            at += 1 + line.count("\n")
+        lines += ["]"] * (kind == "json")
+        content = (end.join(lines) + rng.choice([end, ""])).encode("utf-8", "surrogateescape")
+        return rng.choice([b"", b"\xef\xbb\xbf"]) + content, numbers[len(head) :]
+
+    def broken(self, kind):
+        """What a file has in place of a row: cells, or a line of JSON."""
+        row, text, rng = self.rows[0], self.text, self.rng
+        empty = ["", " "] * ("pair" not in row)  # one of two texts may be empty
+        if kind == "jsonl":
+            changes = [(text, x) for x in (5, None, "\udcfc", *empty)]
+            changes += [("label", x) for x in (None, "", {}, [1], math.nan, math.inf)]
+            lines = [{**row, name: x} for name, x in changes]
+            lines += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
+            lines = [json.dumps(x, ensure_ascii=False) for x in lines]
+            return rng.choice([*lines, lines[0][:-1], "[1]", "5", "null", "word", "[" * 100_000])
+        changes = [("label", ""), ("label", "nan"), ("label", "NULL"), *((text, x) for x in empty)]
+        if "\n" not in "".join(map(str, row.values())):  # the error names a line
+            changes.append((text, "\udcfc"))
+        rows = [[*{**row, name: x}.values()] for name, x in changes]
+        return rng.choice([*rows, [*row.values()][:-1], [*row.values(), "wide"]])
 
 
-def label_of(label, classes):
-    """The label that training rows have: a number, or the id of a class."""
-    if classes is None:
-        return float(label)
-    if isinstance(label, list | str) and str(label).startswith("["):
-        found = json.loads(label) if isinstance(label, str) else label
-        return found.index(max(found))
-    return classes.index(str(label).strip())
-
-
-def test_every_kind_of_file_gives_the_same_rows(tmp_path):
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
+    """And a data set of the hub: all of them, or a sample."""
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, _, split: datasets.load_from_disk(f"{name}/{split}")
+    )
     rng, limit = random.Random(FIRST), csv.field_size_limit()
-    for _ in range(30):
-        path, given, (numbers, texts, pairs, labels, classes) = drawn(rng, tmp_path)
-        corpus = load(source(train=path, evals=path, **given))
-        where, train = f"seed {FIRST}, {path.name}", corpus.train
-        assert corpus.names == classes, where
-        assert [train.number(i) for i in range(len(train))] == numbers, where
-        assert (train.texts, train.pairs) == (texts, pairs), where
-        assert train.labels.tolist() == [label_of(x, classes) for x in labels], where
+    for i in range(24):
+        table, folder = Table(rng), tmp_path / str(i)
+        if not table.bare and rng.random() < 0.15:
+            table.kinds = ["saved"] * 2
+        (train, at), (evals, others) = (
+            table.save(folder / name, kind, table.rows)
+            for name, kind in zip(("train", "validation"), table.kinds, strict=True)
+        )
+        files = {"data": str(folder)} if table.kinds == ["saved"] * 2 else {}
+        files = files or {"train": train, "evals": evals}
+        limits = {f"max_{name}_rows": rng.choice([None, None, 4, 30]) for name in ("train", "eval")}
+        corpus = load(source(**files, **table.options, **limits), table.head)
+        where = f"seed {FIRST}, {table.of}, {table.kinds}"
+        assert corpus.names == table.classes, where
+        for prefix, words in NOTES.items():
+            assert (words in " ".join(corpus.notes)) == table.of.startswith(prefix), where
+        for rows, numbers, most in (
+            (corpus.train, at, limits["max_train_rows"]), (corpus.unlabelled, at, None),
+            (corpus.evals[""], others, limits["max_eval_rows"]),
+        ):  # fmt: skip
+            every = [(n, *row) for n, row in zip(numbers, table.read, strict=True)]
+            marked = [row for row in every if row[-1] == -100]
+            every = marked if rows is corpus.unlabelled else [x for x in every if x not in marked]
+            found = [] if rows is None else [*rows.columns("number", *table.stored)]
+            kept = {row[0] for row in found}
+            assert found == [row for row in every if row[0] in kept], where
+            assert len(found) == min(most or len(every), len(every)), where
+            if PROBABILITIES in table.stored and found:
+                assert rows.labels.tolist() == [np.argmax(row[-1]) for row in found], where
     assert csv.field_size_limit() == limit
 
 
 def test_a_broken_row_is_named(tmp_path):
     """Among the training rows, or the evaluation rows."""
     rng = random.Random(FIRST)
-    for _ in range(20):
-        path, given, (wrong, number) = drawn(rng, tmp_path, breaks=True)
-        train, evals = rng.choice([(wrong, path), (path, wrong)])
+    for i in range(20):
+        table = Table(rng, breaks=True)
+        at, (kind, other) = rng.randint(3, len(table.rows)), table.kinds
+        rows = [*table.rows[:at], table.broken(kind), *table.rows[at:]]
+        wrong, numbers = table.save(tmp_path / str(i) / "wrong", kind, rows)
+        right, _ = table.save(tmp_path / str(i) / "right", other, table.rows)
+        train, evals = rng.choice([(wrong, right), (right, wrong)])
         with pytest.raises(InputError) as error:
-            load(source(train=train, evals=evals, **given))
+            load(source(train=train, evals=evals, **table.options))
         said = str(error.value)
-        assert f"{wrong.name}, row {number}: " in said, f"seed {FIRST}: {said}"
+        assert f"{wrong.name}, row {numbers[at]}: " in said, f"seed {FIRST}: {said}"

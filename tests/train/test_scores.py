@@ -9,17 +9,15 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 from scipy.stats import pearsonr
 
-from fastkd.train.data import load
 from fastkd.train.generation import Words, rouge_l
 from fastkd.train.scoring import finite, score
 from fastkd.train.tasks.classification import Classification, useless_classes
 from fastkd.train.tasks.embedding import agreement
-from fastkd.train.tasks.multi_label import TASK as MULTI_LABEL
+from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.question_answering import squad, squad_best
-from fastkd.train.tasks.regression import number_scores, useless_numbers
+from fastkd.train.tasks.regression import Regression, useless_numbers
 from fastkd.train.tasks.token_classification import TASK, entities, is_marked, precision_recall_f1
-from tests.support.tiny import WORDS, source
-from tests.train.tasks.through import write_jsonl
+from tests.support.tiny import WORDS
 
 # True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.
 RECORDED = [
@@ -33,6 +31,14 @@ RECORDED = [
     ("I-A B-A S-B E-B O O I-A S-B O", "B-A B-A S-A E-B O O E-B S-B I-B",
      0.571429, 0.666667, 0.615385),
 ]  # fmt: skip
+#: Entities of tags that seqeval reads otherwise: it takes the first letter of any tag for a mark.
+ENTITIES = [
+    ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
+    ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
+    ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
+    ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
+    ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
+]
 
 
 def test_scores_of_entities_are_those_of_seqeval():
@@ -47,67 +53,70 @@ def test_scores_of_entities_are_those_of_seqeval():
     true, found = [["B-A", "I-A"], ["I-A"], ["O"]], [["B-A", "I-A"], ["O"], ["S-B"]]
     assert precision_recall_f1(found, true) == (0.5, 0.5, 0.5)
     assert precision_recall_f1([["O"]], [["O"]]) == (0.0, 0.0, 0.0)
+    for tags, expected in ENTITIES:
+        assert entities(tags.split()) == expected
+    # By default tags without marks are scored one by one.
+    for marked, tags in ((True, "B-A U-LOC L-x M-x S-a-b"), (False, "B B- NOUN X-A ORG-B")):
+        for tag in tags.split():
+            assert is_marked(tag) == marked
+            metrics = TASK(("O", tag)).select_metrics(None)
+            assert metrics == (("f1", "precision", "recall") if marked else ("accuracy",))
+    assert TASK(("O", "ORG")).select_metrics("f1") == ("f1", "precision", "recall")
 
 
-@pytest.mark.parametrize(("tags", "found"), [
-    ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
-    ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
-    ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
-    ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
-    ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
-])  # fmt: skip
-def test_tags_that_seqeval_reads_otherwise(tags, found):
-    """It takes the first letter of any tag for a mark."""
-    assert entities(tags.split()) == found
-
-
-@pytest.mark.parametrize(("text", "words"), [
-    ("Der große Übersetzer", ["der", "große", "übersetzer"]),
-    ("राम घर गया।", ["राम", "घर", "गया"]),
-    ("мир, труд", ["мир", "труд"]),
-    ("你好，GPT4世界。", ["你", "好", "gpt4", "世", "界"]),
-    ("ペン ﾃﾞ", ["ペ", "ン", "デ"]),
-    ("สวัสดี", ["ส", "วั", "ส", "ดี"]),
-    ("안녕하세요 세계", ["안녕하세요", "세계"]),
-    ("é e\u0301", ["é", "é"]),
-    ("?! 👍", ["?", "!", "👍"]),
-])  # fmt: skip
-def test_words_of_every_script(text, words):
-    assert Words().tokenize(text) == words
-    assert rouge_l([text], [text]) == 1
-    assert rouge_l([words[0]], [text]) == pytest.approx(2 / (len(words) + 1))
-
-
-def test_rouge_of_ascii_text_is_that_of_rouge_score():
-    texts = ["It's the 2nd snake_case film.", "the film, it is 2ND", "...", "fine"]
+def test_words_of_every_script():
+    for text, words in (
+        ("Der große Übersetzer", ["der", "große", "übersetzer"]),
+        ("राम घर गया।", ["राम", "घर", "गया"]),
+        ("мир, труд", ["мир", "труд"]),
+        ("你好，GPT4世界。", ["你", "好", "gpt4", "世", "界"]),
+        ("ペン ﾃﾞ", ["ペ", "ン", "デ"]),
+        ("สวัสดี", ["ส", "วั", "ส", "ดี"]),
+        ("안녕하세요 세계", ["안녕하세요", "세계"]),
+        ("é e\u0301", ["é", "é"]),
+        ("?! 👍", ["?", "!", "👍"]),
+    ):
+        assert Words().tokenize(text) == words
+        assert rouge_l([words[0]], [text]) == pytest.approx(2 / (len(words) + 1))
+    # ASCII text has the words of rouge_score.
+    texts = ["It's the 2nd snake_case film.", "the film, it is 2ND", "fine"]
     own, scorer = DefaultTokenizer(use_stemmer=False), RougeScorer(["rougeL"])
-    assert all(Words().tokenize(text) == own.tokenize(text) for text in texts if text != "...")
-    expected = [scorer.score(a, b)["rougeL"].fmeasure for a in texts[:2] for b in texts[:2]]
-    found = [rouge_l([b], [a]) for a in texts[:2] for b in texts[:2]]
-    assert found == expected
+    for text in texts:
+        assert Words().tokenize(text) == own.tokenize(text)
+        for other in texts:
+            expected = scorer.score(text, other)["rougeL"].fmeasure
+            assert rouge_l([other], [text]) == pytest.approx(expected)
+
+
+#: A task, its answers, the labels, and scores.
+SCORES = [
+    # One true positive, one false positive, two true negatives.
+    (Classification(("no", "yes")), [[2, 1], [0, 1], [0, 3], [1, 0]], [0, 1, 0, 0],
+     {"accuracy": 3 / 4, "f1": 2 / 3, "mcc": (1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2)}),
+    (Classification(("a", "b", "c")), np.eye(3)[[0, 1, 0, 2]], [0, 1, 1, 2],
+     {"f1": (2 / 3 + 2 / 3 + 1) / 3}),
+    (Regression(), [[1], [2], [3], [10]], [2, 4, 6, 8],
+     {"spearman": 1, "pearson": 28 / np.sqrt(50 * 20), "mse": (1 + 4 + 9 + 4) / 4}),
+    (Regression(), [[1], [1], [1]], [0, 1, 2], {"pearson": 0}),
+    # No row has the last label; one row has no label.
+    (MultiLabel(("9", "10", "11")), [[3, 1, -1], [-1, 2, -1]], [["10", "9"], []],
+     {"micro_f1": 4 / 5, "macro_f1": (1 + 2 / 3) / 3, "mean_average_precision": (1 + 1 / 2) / 3}),
+    # scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both.
+    (MultiLabel(("good",)), [[1], [2], [-1], [-1]], [["good"], [], ["b"], []],
+     {"micro_f1": 2 / 3, "macro_f1": 2 / 3, "mean_average_precision": 1 / 2}),
+]  # fmt: skip
 
 
 def test_scores_by_hand():
-    logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
-    labels = np.array([0, 1, 0, 0])
-    rows = SimpleNamespace(labels=labels)
-    scores = Classification(("no", "yes")).scores(("f1", "mcc"), logits, rows)
-    # One true positive, one false positive, two true negatives.
-    assert scores["accuracy"] == 0.75
-    assert scores["f1"] == pytest.approx(2 / 3)
-    assert scores["mcc"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
-    rows = SimpleNamespace(labels=np.array([0, 1, 1, 2]))
-    three = Classification(("a", "b", "c")).scores(("f1",), np.eye(3)[[0, 1, 0, 2]], rows)
-    assert three["f1"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
-
-    numbers = np.array([1.0, 2.0, 3.0, 10.0])
-    scores = number_scores(numbers, np.array([2.0, 4.0, 6.0, 8.0]))
-    assert scores["spearman"] == pytest.approx(1.0)
-    assert scores["pearson"] == pytest.approx(28 / np.sqrt(50 * 20))
-    assert scores["mse"] == pytest.approx((1 + 4 + 9 + 4) / 4)
-    assert number_scores(np.ones(3), np.arange(3.0))["pearson"] == 0.0
+    for task, answers, labels, expected in SCORES:
+        answers, lists = np.array(answers, dtype=float), isinstance(labels[0], list)
+        encoded = SimpleNamespace(labels=None if lists else np.array(labels, dtype=float))
+        encoded.rows = SimpleNamespace(column=lambda name, labels=labels: labels)
+        assert score(task, [*expected], answers, encoded) == pytest.approx(expected)
+        if lists and len(task.classes) == 3:
+            assert task.sanity_warning(answers, encoded) is None
+            assert "are all '10'" in task.sanity_warning(answers[[1, 1]], encoded)
     for answers in (np.full((2, 2), np.nan), [("text", np.inf, 1)], [[1.0, np.nan]]):
-        assert not finite(answers)
         assert np.isnan(score(Classification(), ("accuracy",), answers, None)["accuracy"])
     assert finite([("text", 0.5, 1), np.ones(2)])
 
@@ -125,31 +134,6 @@ def test_answers_that_are_worth_nothing():
         assert useless_classes(answers, labels, ["a", "b", "c"]) == why
     for answers, why in ((real, None), (-real, chance), (np.ones(50), "are all 1")):
         assert useless_numbers(answers, real) == why
-
-
-def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, ({"text": "a", "labels": numbers} for numbers in ([10, 9], [])))
-    corpus = load(source(task="multi-label", train=path, evals=path))
-    assert corpus.task.classes == ("9", "10")
-    encoded = SimpleNamespace(rows=corpus.train)
-    task = MULTI_LABEL(("9", "10", "11"))
-    answers = np.array([[3.0, 1.0, -1.0], [-1.0, 2.0, -1.0]], dtype=np.float32)
-    found = task.scores(task.default_metrics, answers, encoded)
-    assert found["micro_f1"] == pytest.approx(4 / 5)
-    assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 3)
-    assert found["mean_average_precision"] == pytest.approx((1 + 1 / 2) / 3)
-    assert task.sanity_warning(answers, encoded) is None
-    assert "'10'" in task.sanity_warning(answers[[1, 1]], encoded)
-    # scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both.
-    write_jsonl(path, ({"text": "a", "labels": names} for names in (["good"], [], ["b"], [])))
-    rows = load(source(task="multi-label", train=path, evals=path)).train
-    answers = np.array([[1.0], [2.0], [-1.0], [-1.0]])
-    scores = MULTI_LABEL(("good",)).scores(
-        MULTI_LABEL.default_metrics, answers, SimpleNamespace(rows=rows)
-    )
-    f1 = pytest.approx(2 / 3)  # precision 1/2, recall 1
-    assert scores == {"micro_f1": f1, "macro_f1": f1, "mean_average_precision": 0.5}
 
 
 def test_scores_are_squads():
@@ -170,41 +154,23 @@ def test_scores_are_squads():
         squad([text if d <= most else "" for text, d in zip(said, doubts, strict=True)], gold)
         for most in (-1, *doubts)
     ]
-    found = squad_best(said, gold, doubts)
-    assert found["best_f1"] == pytest.approx(max(one["f1"] for one in tried))
-    assert found["best_exact_match"] == pytest.approx(max(one["exact_match"] for one in tried))
-    assert found["best_f1"] > squad(said, gold)["f1"]
-
-
-def cosine(x):
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return unit @ unit.T
+    best = {f"best_{name}": max(one[name] for one in tried) for name in ("exact_match", "f1")}
+    assert squad_best(said, gold, doubts) == pytest.approx(best)
+    assert best["best_f1"] > squad(said, gold)["f1"]
 
 
 def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
     rng = np.random.default_rng(0)
     teacher = rng.normal(size=(300, 6)) + 3
     student = (teacher @ rng.normal(size=(6, 4)) + rng.normal(size=(300, 4))).astype(np.float32)
-    pearson, overlap = agreement(student, teacher)
-    s, t = cosine(student.astype(np.float64)), cosine(teacher)
+    both = student.astype(float), teacher
+    unit = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in both)
+    s, t = (x @ x.T for x in unit)
     above = np.triu_indices(300, 1)
-    assert pearson == pytest.approx(pearsonr(s[above], t[above])[0], abs=1e-9)
-    nearest = []
-    for x in (s, t):
-        np.fill_diagonal(x, -2)
-        nearest.append([set(row) for row in np.argsort(-x, axis=1)[:, :10]])
-    shared = [len(a & b) / 10 for a, b in zip(*nearest, strict=True)]
-    assert overlap == pytest.approx(np.mean(shared))
+    nearest = [np.argsort(-x - 9 * np.eye(300), axis=1)[:, 1:11] for x in (s, t)]
+    shared = [len({*a} & {*b}) / 10 for a, b in zip(*nearest, strict=True)]
+    expected = pearsonr(s[above], t[above])[0], np.mean(shared)
+    assert agreement(student, teacher) == pytest.approx(expected, abs=1e-9)
     turned = teacher @ np.linalg.qr(rng.normal(size=(6, 6)))[0]
     assert agreement(turned, teacher) == (pytest.approx(1), 1)
     assert agreement(np.ones((12, 3)), teacher[:12])[0] == 0
-
-
-def test_tags_with_marks_are_scored_as_entities():
-    entities = ("f1", "precision", "recall")
-    for marked, names in ((True, "B-A U-LOC L-x M-x S-a-b"), (False, "B B- NOUN X-A ORG-B")):
-        assert {is_marked(name) for name in names.split()} == {marked}
-    for classes in (("O", "U-FILM"), ("L-A", "O"), ("NOUN", "VERB"), ("O", "ORG")):
-        marked = any("-" in name for name in classes)
-        assert TASK(classes).select_metrics(None) == (entities if marked else ("accuracy",))
-        assert TASK(classes).select_metrics("f1") == entities
