@@ -24,7 +24,7 @@ from tests.train.tasks.through import rows_of, says, write_jsonl, write_text
 NAN = math.nan
 HEAD = "text\tlabel\n"
 NAMES = ("good", "bad", "fair")
-TAGS = ["O", "B-LOC", "I-LOC"]
+TAGS = ("O", "B-LOC", "I-LOC")
 
 
 @pytest.fixture
@@ -42,50 +42,36 @@ def loaded(tmp_path):
     return loaded
 
 
-PAIR = "{}\nentailment\tA b.\tC d.\ncontradiction\tA b.\tC d.\n"
-PAIRED = (["A b."] * 2, ["C d."] * 2, [1, 0])
-# The files of GLUE: task, file, kind of file; texts, second texts, labels and metrics.
-GLUE = [
-    ("sst2", 'sentence\tlabel\nit "works\t1\nit doesn\'t \t0\nno " quote rules\t1\n', "tsv",
-     ['it "works', "it doesn't ", 'no " quote rules'], None, [1, 0, 1], ("accuracy",)),
-    ("cola", "gj04\t1\t\tThey drank it.\ngj04\t0\t*\tThey drank the pub.", "tsv",
-     ["They drank it.", "They drank the pub."], None, [1, 0], ("mcc",)),
-    ("cola", "sentence,label\nabc,1\ndef,0\n", "csv", ["abc", "def"], None, [1, 0], ("mcc",)),
-    ("stsb", "sentence1\tsentence2\tscore\nA.\tB.\t5\nC.\tD.\t0.25\n", "tsv",
-     ["A.", "C."], ["B.", "D."], [5.0, 0.25], ("pearson", "spearman")),
-    *((task, PAIR.format(head), "tsv", *PAIRED, metrics) for task, head, metrics in (
-        ("mrpc", "Quality\t#1 String\t#2 String", ("f1", "accuracy")),
-        ("qqp", "is_duplicate\tquestion1\tquestion2", ("f1", "accuracy")),
-        ("mnli", "gold_label\tsentence1\tsentence2", ("accuracy",)),
-        ("qnli", "label\tquestion\tsentence", ("accuracy",)),
-        ("rte", "label\tsentence1\tsentence2", ("accuracy",)),
-    )),
-    ("mnli", '{"premise": "p", "hypothesis": "h", "label": 1}\n'
-     '{"premise": "p", "hypothesis": "h", "label": 0}', "jsonl",
-     ["p"] * 2, ["h"] * 2, [1, 0], ("accuracy",)),
-]  # fmt: skip
-
-
-def test_files_of_glue(loaded):
-    for task, text, kind, *content, metrics in GLUE:
-        corpus = loaded(text, kind=kind, task=task)
-        rows = corpus.train
-        assert [rows.texts, rows.pairs, rows.labels.tolist()] == content, task
-        assert corpus.metrics == metrics and (corpus.names is None) == (task == "stsb")
-
-
-#: Task, kind of file, its text or rows of JSON, columns, and their content.
+ONE, TWO = ("text", "label"), ("text", "pair", "label")
+#: Task, kind of file, text or rows of JSON, columns, their content, and the metrics of GLUE's.
 FORMS = [
-    ("embedding", "jsonl", [{"sentence1": "a", "sentence2": "b", "score": 3}],
-     ("text", "pair", "label"), [("a", "b", 3.0)]),
+    ("sst2", "tsv", 'sentence\tlabel\nit "works\t1\nit doesn\'t \t0\nno " quote rules\t1\n', ONE,
+     [('it "works', 1), ("it doesn't ", 0), ('no " quote rules', 1)], "accuracy"),
+    ("cola", "tsv", "gj04\t1\t\tThey drank it.\ngj04\t0\t*\tThey drank the pub.", ONE,
+     [("They drank it.", 1), ("They drank the pub.", 0)], "mcc"),
+    ("cola", "csv", "sentence,label\nabc,1\ndef,0\n", ONE, [("abc", 1), ("def", 0)], "mcc"),
+    ("stsb", "tsv", "sentence1\tsentence2\tscore\nA.\tB.\t5\nC.\tD.\t0.25\n", TWO,
+     [("A.", "B.", 5.0), ("C.", "D.", 0.25)], "pearson", "spearman"),
+    *((task, "tsv", f"{head}\nentailment\tA b.\tC d.\ncontradiction\tA b.\tC d.\n", TWO,
+       [("A b.", "C d.", 1), ("A b.", "C d.", 0)], *metrics) for task, head, *metrics in (
+        ("mrpc", "Quality\t#1 String\t#2 String", "f1", "accuracy"),
+        ("qqp", "is_duplicate\tquestion1\tquestion2", "f1", "accuracy"),
+        ("mnli", "gold_label\tsentence1\tsentence2", "accuracy"),
+        ("qnli", "label\tquestion\tsentence", "accuracy"),
+        ("rte", "label\tsentence1\tsentence2", "accuracy"),
+    )),
+    ("mnli", "jsonl", [{"premise": "p", "hypothesis": "h", "label": y} for y in (1, 0)], TWO,
+     [("p", "h", 1), ("p", "h", 0)], "accuracy"),
+    ("embedding", "jsonl", [{"sentence1": "a", "sentence2": "b", "score": x} for x in (3, 1)], TWO,
+     [("a", "b", 3.0), ("a", "b", 1.0)]),
     ("embedding", "csv", "anchor,positive,negative_1,negative_2\na,b,c,d\n",
      ("text", "pair", "negatives", "label"), [("a", "b", ["c", "d"], None)]),
     *(("embedding", "jsonl", [{"query": "a", "passage": "b", **more} for more in rows],
        ("pair", "negatives"), [("b", more.get("negatives", [])) for more in rows])
       for rows in ([{"negatives": ["c"]}, {}], [{}, {"negatives": ["c"]}])),
-    ("embedding", "txt", "good film\nbad film\n", ("pair", "label"), [(None, None)] * 2),
-    *(("reranking", "jsonl", [row], ("text", "pair", "label"),
-       [("q", ["a", "b", "c"], [1.0, 0.0, 0.0, *label])]) for row, label in (
+    ("embedding", "txt", "good film\nbad film\n", TWO[1:], [(None, None)] * 2),
+    *(("reranking", "jsonl", [row], TWO, [("q", ["a", "b", "c"], [1.0, 0.0, 0.0, *label])])
+      for row, label in (
         ({"query": "q", "pos": ["a"], "neg": ["b", "c"]}, [NAN] * 3),
         ({"query": "q", "pos": ["a"], "neg": ["b", "c"], "pos_scores": [2], "neg_scores": [1, 0]},
          [2.0, 1.0, 0.0]),
@@ -96,10 +82,10 @@ FORMS = [
     )),
     ("reranking", "csv", "anchor,positive,negative,label\nq,a,b,0.5\n", ("number", "label"),
      [(2, [1.0, 0.0, 0.0, -0.5])]),
-    ("multiple-choice", "csv", "id,sent1,sent2,ending0,ending1,label\n1,q,so,a,b,1\n",
-     ("text", "pair", "label"), [("q", ["so a", "so b"], 1)]),
+    ("multiple-choice", "csv", "id,sent1,sent2,ending0,ending1,label\n1,q,so,a,b,1\n", TWO,
+     [("q", ["so a", "so b"], 1)]),
     # No-break spaces part no word, and comments are none.
-    *(("token-classification", "conll", text, ("number", "text", "label"), [expected])
+    *(("token-classification", "conll", text, ("number", *ONE), [expected])
       for text, *expected in (
         ("1\u00a0000 B-NUM\nfilm\tO\n", 1, ["1\u00a0000", "film"], ["B-NUM", "O"]),
         ("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n",
@@ -110,10 +96,12 @@ FORMS = [
 ]  # fmt: skip
 
 
-def test_forms_of_rows(tmp_path):
-    for task, kind, text, columns, expected in FORMS:
-        found = rows_of(tmp_path / f"a.{kind}", task, text).columns(*columns)
-        np.testing.assert_equal([*map(list, found)], [*map(list, expected)], task)  # NaN is NaN
+def test_forms_of_rows(loaded):
+    for task, kind, text, columns, expected, *metrics in FORMS:
+        corpus = loaded(text, kind=kind, task=task)
+        found = [*map(list, corpus.train.columns(*columns))]
+        np.testing.assert_equal(found, [*map(list, expected)], task)  # NaN is NaN
+        assert not metrics or corpus.metrics == (*metrics,)
 
 
 def test_a_folder_is_read_file_by_file_and_parquet_fills_objects(tmp_path):
@@ -192,32 +180,25 @@ def test_classes_of_two_files(loaded, tmp_path):
         MultiLabel(NAMES).read_labels(hot)
 
 
-def test_rows_that_are_marked_as_without_label(loaded, tmp_path):
-    text, more = HEAD + "a\t0\nb\t1\nc\t-100\n" * 3, tmp_path / "more.txt"
+def test_rows_and_classes_are_described(loaded, tmp_path):
+    more, marked = tmp_path / "more.txt", HEAD + "a\t0\nb\t1\nc\t-100\n" * 3
     more.write_text("d\n")
-    corpus = loaded(text, unlabelled=more)
-    assert corpus.unlabelled.texts == ["c", "c", "c", "d"]
-    assert f"{tmp_path / 'train.tsv'}: 3 of 9 rows have no label (-100)" in [*describe(corpus)]
-    task = loaded(text, labels="classes").task
-    rows = rows_of(tmp_path / "train.tsv", "classification")
-    assert len(task.prepare(rows).rows) == 9  # also when it is evaluated
-    numbers = loaded(text, labels="numbers")
-    assert numbers.train.labels.min() == -100
-    assert "warning: 3 training labels are -100, a number here" in "".join(describe(numbers))
-
-
-def test_odd_classes_and_rows_are_described(loaded):
-    rare = HEAD + "".join(f"x\tname {i}\n" for i in range(60))
-    odd = HEAD + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
     few = HEAD + "a\tneg\nb\tpos\n" * 20
     for train, evals, options, *lines in (
-        (rare, None, {"metric": "f1"}, "60 classes", "warning: 40 more classes are as rare",
-         "f1 is the mean of those of all classes"),
-        (odd, None, {"labels": "classes"}, "warning: classes '1' and '1.0' look alike",
+        (marked, None, {"unlabelled": more}, "4 rows without labels",
+         f"{tmp_path / 'train.tsv'}: 3 of 9 rows have no label (-100)"),
+        (marked, None, {"labels": "numbers"}, "warning: 3 training labels are -100, a number here, "
+         "which is learned; rows without one belong into --unlabelled"),
+        (HEAD + "".join(f"x\tname {i}\n" for i in range(60)), None, {"metric": "f1"}, "60 classes",
+         "warning: 40 more classes are as rare", "f1 is the mean of those of all classes"),
+        (HEAD + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2, None, {"labels": "classes"},
+         "warning: classes '1' and '1.0' look alike",
          "warning: classes 'Not this' and 'not_this' look alike"),
-        (few + "c\tpso\n", few, {}, "classes, training/evaluation rows: neg 20/20, pos 20/20, "
-         "pso 1/0", "warning: class 'pso' has a single training row, row 42; is it 'pos', "
-         "misspelled?", "warning: 40 of the 40 evaluation rows are training rows too"),
+        (few + "c\tpso\n", few, {"head": Classification(("neg", "pos", "pso", "none"))},
+         "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0, none 0/0",
+         "warning: class 'pso' has a single training row, row 42; is it 'pos', misspelled?",
+         "warning: class 'none' has no training row",
+         "warning: 40 of the 40 evaluation rows are training rows too"),
     ):  # fmt: skip
         assert {*lines} <= {*describe(loaded(train, evals, **options))}
 
@@ -229,44 +210,39 @@ def test_samples_are_seeded(loaded):
 
 
 def test_a_finished_teachers_classes(tmp_path):
+    """They are in the student and in a cache, though the rows lack some or spell them otherwise."""
     teacher = make_teacher(tmp_path / "teacher", NAMES)
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
     evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
     options = dict(teacher=teacher, method="soft_targets", train=train, eval=evals, device="cpu")
-    found, models = made(**options)
-    assert "class 'fair' has no training row" in "\n".join(describe(found.data.corpus))
+    _, models = made(**options)
     assert [*models.student.config.id2label.values()] == ["Good", "bad", "fair"]
     run("cache", **options, out=tmp_path / "cache")
     first_step(**{**options, "teacher": None}, teacher_cache=tmp_path / "cache")
 
 
-def test_tags_of_a_finished_teacher(loaded):
-    rows = [{"tokens": x.split(), "labels": ["O"] * len(x.split())} for x, _ in sentences(4, 0)]
-    rows[0]["labels"][0] = "B-LOC"
-    tags, head = {"task": "token-classification", "kind": "jsonl"}, TokenClassification((*TAGS,))
-    assert loaded(rows, **tags, head=head).names == TAGS
-    numbers = [{**row, "labels": [TAGS.index(x) for x in row["labels"]]} for row in rows]
-    corpus = loaded(numbers, **tags, head=head)
-    assert corpus.names == TAGS and corpus.metrics[0] == "f1"
-    assert next(corpus.train.column("label")) == rows[0]["labels"]
+def test_numbers_of_tags(loaded):
+    """Of a finished teacher's tags, unless it has none, or of those that a data set declares."""
+    rows = [{"tokens": ["good", "film"], "labels": [1, 0]}, {"tokens": ["film"], "labels": [2]}]
+    tags = {"task": "token-classification", "kind": "jsonl"}
+    corpus = loaded(rows, **tags, head=TokenClassification(TAGS))
+    assert corpus.names == [*TAGS] and corpus.metrics[0] == "f1"
+    assert next(corpus.train.column("label")) == ["B-LOC", "O"]
     assert "1 is 'B-LOC'" in " ".join(describe(corpus))
     bare = TokenClassification(("LABEL_0", "LABEL_1", "LABEL_2"))
-    assert loaded(numbers, **tags, head=bare).names == ["0", "1", "2"]
+    assert loaded(rows, **tags, head=bare).names == ["0", "1", "2"]
 
 
-def data_set(columns, **features):
-    """Columns of text, but for these features."""
-    kinds = {**dict.fromkeys(columns, datasets.Value("string")), **features}
+def data_set(columns, label, **features):
+    """Columns of text, and one of this feature."""
+    kinds = {**dict.fromkeys(columns, datasets.Value("string")), **features, "label": label}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
-def classes(*names):
-    return datasets.ClassLabel(names=[*names])
-
-
-def hub(monkeypatch, **splits):
-    """datasets.load_dataset answering from memory; returns the calls that were made."""
-    calls = []
+@pytest.fixture
+def hub(monkeypatch):
+    """Splits by name, from which datasets.load_dataset answers; and the calls that were made."""
+    calls, splits = [], {}
 
     def load_dataset(name, config=None, *, split):
         calls.append((name, config, split))
@@ -275,57 +251,44 @@ def hub(monkeypatch, **splits):
         return splits[split]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return calls
+    return splits, calls
 
 
-def test_rows_of_the_hub(monkeypatch):
-    named = classes("unacceptable", "acceptable")
-    rows = data_set({"sentence": ["a", "b"], "label": [1, 0]}, label=named)
-    calls = hub(monkeypatch, train=rows, validation=rows)
-    corpus = load(source(task="cola"))
-    assert calls == [("nyu-mll/glue", "cola", "train"), ("nyu-mll/glue", "cola", "validation")]
-    assert corpus.names == named.names and corpus.train.labels.tolist() == [1, 0]
+def test_rows_of_the_hub(hub):
+    """Of GLUE, and of any data set: test_drawn_files.py."""
+    splits, calls = hub
     rows = {"premise": ["a", "b"], "hypothesis": ["c", "d"], "label": [2, 0]}
-    splits = ("train", "validation_matched", "validation_mismatched")
-    hub(monkeypatch, **dict.fromkeys(splits, data_set(rows, label=classes("e", "n", "c"))))
+    names = ["train", "validation_matched", "validation_mismatched"]
+    splits |= dict.fromkeys(names, data_set(rows, datasets.ClassLabel(names=["e", "n", "c"])))
     corpus = load(source(task="mnli"))
-    assert list(corpus.evals) == ["", "mm"] and corpus.train.pairs == ["c", "d"]
-    rows = data_set({"text": ["a", "b"], "score": [0.5, 1.0]}, score=datasets.Value("float64"))
-    calls = hub(monkeypatch, train=rows, test=rows)
-    corpus = load(source(data="some/set", label_column="score", eval_split="test"))
-    assert calls[1] == ("some/set", None, "test")
+    assert calls == [("nyu-mll/glue", "mnli", name) for name in names]
+    assert list(corpus.evals) == ["", "mm"] and corpus.names == ["e", "n", "c"]
+    assert corpus.train.pairs == ["c", "d"] and corpus.train.labels.tolist() == [2, 0]
+    splits["dev"] = data_set({"text": ["a", "b"], "label": [0.5, 1.0]}, datasets.Value("float64"))
+    corpus = load(source(data="some/set", train_split="dev", eval_split="dev"))
+    assert calls[3:] == [("some/set", None, "dev")] * 2
     assert corpus.names is None and corpus.train.labels.tolist() == [0.5, 1.0]
 
 
-def tagged(*tags):
-    """Words with the numbers of named tags."""
+def test_mistakes_in_data_sets(hub, tmp_path):
+    splits, _ = hub
+    named, both = datasets.ClassLabel(names=[*TAGS]), tmp_path / "both"
+    tags = {"tokens": [["a", "film"], ["good"]], "labels": [[1, 0], [-1]], "label": [0, 0]}
     words = datasets.List(datasets.Value("string"))
-    columns = {"tokens": [["a"] * len(row) for row in tags], "labels": [*tags]}
-    return data_set(columns, tokens=words, labels=datasets.List(classes(*TAGS)))
-
-
-def test_mistakes_in_data_sets(monkeypatch, tmp_path):
-    named = {"label": classes("x", "y")}
-    hidden = data_set({"sentence": ["a", "b"], "label": [0, -1]}, **named)
-    none = data_set({"sentence": ["a", None], "label": [0, 1]}, **named)
-    hub(monkeypatch, train=none, test=hidden, tags=tagged([1, 0], [-1]), validation=tagged([1, 0]))
-    tags = {"data": "some/set", "task": "token-classification"}
-    both, one = tmp_path / "both", tmp_path / "a.parquet"
+    splits["tags"] = data_set(tags, named, tokens=words, labels=datasets.List(named))
+    none = data_set({"text": ["a"], "label": [None]}, named)
     datasets.DatasetDict({"train": none, "test": none}).save_to_disk(both)
     (both / "test/data-00000-of-00001.arrow").write_bytes(b"no")
-    data_set({"text": ["a"], "label": [None]}, **named).to_parquet(one)
     for options, words in (
-        ({"task": "sst2", "train_split": "test"}, "split test, row 2: .*no label"),
-        ({"task": "sst2", "train_split": "nope"},
-         "--task nyu-mll/glue, split 'nope': Unknown split"),
-        ({"task": "sst2"}, "split train, row 2: column 'sentence' is not text"),
-        ({"data": "sst2", "text_column": "sentense"}, "mean 'sentence'"),
-        ({**tags, "train_split": "tags"}, "split tags, row 2: no label"),
-        ({"train": one, "evals": one}, "row 1: no label"),
-        ({"train": both, "evals": one}, "several splits; give one of them: test, train"),
-        ({"train": both / "test", "evals": one}, "--train .*both/test: can't be read"),
+        ({"task": "sst2"}, "--task nyu-mll/glue, split 'train': Unknown split"),
+        ({"data": "a/b", "task": "token-classification", "train_split": "tags"},
+         "split tags, row 2: no label"),
+        ({"train": both, "evals": both}, "several splits; give one of them: test, train"),
+        ({"train": both / "train", "evals": both / "train"}, "row 1: no label"),
+        ({"train": both / "test", "evals": both}, "--train .*both/test: can't be read"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             load(source(**options))
-    corpus = load(source(**tags, train_split="validation"))
-    assert corpus.names == TAGS and list(corpus.train.column("label")) == [["B-LOC", "O"]]
+    splits["tags"] = splits["validation"] = splits["tags"].select([0])
+    corpus = load(source(data="a/b", task="token-classification", train_split="tags"))
+    assert corpus.names == [*TAGS] and list(corpus.train.column("label")) == [["B-LOC", "O"]]

@@ -1,10 +1,8 @@
 """Drawn tables: every kind of file gives their rows, which are known without reading them.
 
-A row that is drawn to be broken is named in the error.
-
-A table has texts with whatever a format can carry, sometimes two of them, and labels of a drawn
-kind. It is written as drawn kinds of file, with line ends, a mark of UTF-8, blank lines, other
-columns, with or without a header, and compression. A failure prints the seed (FASTKD_TEST_SEED).
+A table has texts with whatever a format can carry, and labels of every kind. It is written as drawn
+kinds of file, with line ends, a mark of UTF-8, blank lines, other columns, with or without a
+header, and compression. A failure prints the seed (FASTKD_TEST_SEED).
 """
 
 import csv
@@ -84,43 +82,30 @@ def texts_of(rng, kinds):
         yield f"{rng.choice('xyz')} {rng.choice(['', ' ']).join(words)} end"
 
 
-def cell(value, sets):
-    """A value in a table."""
-    if sets and isinstance(value, list):
-        return "|".join(x if isinstance(x, str) else str(int(x)) for x in value)
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
 class Table:
-    """Drawn rows for two files of drawn ``kinds``.
+    """Rows of two drawn ``kinds`` of file; ``read`` has the columns ``stored`` as they are read."""
 
-    ``read`` are the values of the columns ``stored`` in each row, as fastkd reads them.
-    """
-
-    def __init__(self, rng, breaks=False):
-        self.rng, self.of = rng, rng.choice([*LABELS] if breaks else [*LABELS, *MORE])
-        labels, self.classes, read, options = (*{**LABELS, **MORE}[self.of], {})[:4]
-        self.sets, head = "task" in options, options.get("head")
+    def __init__(self, rng, of, breaks=False):
+        labels, self.classes, read, options = (*{**LABELS, **MORE}[of], {})[:4]
+        self.rng, self.of, self.sets, head = rng, of, "task" in options, options.get("head")
         self.head = head and (MultiLabel if self.sets else Classification)(tuple(head))
         columns = options.get("label_column", "label").split(",")
-        known = ARROW if self.of == "declared" else [*TABLES, "jsonl", "json", *ARROW]
-        known = [*TABLES, "jsonl"] if breaks else known
+        known = [*TABLES, "jsonl", *["json", *ARROW] * (not breaks)]
+        known = ARROW if of == "declared" else known
         self.bare = len(columns) == 1 and "csv" in known and rng.random() < 0.2
         self.kinds = rng.choices(TABLES if self.bare else known, k=2)
         self.text = "text" if self.sets else rng.choice(["text", "sentence"])
-        pair = ["pair"] * (rng.random() < 0.4)
-        self.names = [self.text, *pair, *columns, *["more"] * rng.randint(0, 1)]
-        rng.shuffle(self.names)
+        pair, more = (["pair"] * rng.randint(0, 1), ["more"] * rng.randint(0, 1))
+        self.names = rng.sample(names := [self.text, *pair, *columns, *more], len(names))
         given = {"text_pair_column": "pair"} if pair else {}
         if self.bare:
             given |= {"text_column": self.text, "label_column": "label"}
             given = {option: str(self.names.index(name)) for option, name in given.items()}
             given["no_header"] = True
         self.options = {name: x for name, x in options.items() if name != "head"} | given
-        self.stored = ["text", *pair, PROBABILITIES if self.of.startswith("soft") else "label"]
+        self.stored = ["text", *pair, PROBABILITIES if of.startswith("soft") else "label"]
         made, self.rows, self.read = texts_of(rng, self.kinds), [], []
-        for i in range(rng.randint(6, 40)):
-            y = i if i < 3 else rng.randrange(3)
+        for y in [0, 1, 2, *rng.choices(range(3), k=rng.randint(3, 37))]:
             row = {name: next(made) for name in self.names}
             row |= zip(columns, labels[y] if columns[1:] else [labels[y]], strict=True)
             self.rows.append(row)
@@ -136,57 +121,56 @@ class Table:
                 data = data.cast_column("label", datasets.ClassLabel(names=self.classes))
             data.to_parquet(path) if kind == "parquet" else data.save_to_disk(path)
             return path, [*range(1, len(rows) + 1)]
-        content, numbers = self.written(kind, rows)
+        text, numbers = self.written(kind, rows)
+        content = self.rng.choice(["", "\ufeff"]).encode() + text.encode("utf-8", "surrogateescape")
         path = path.with_name(path.name + self.rng.choice(["", ".gz"]))
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return path, numbers
 
     def written(self, kind, rows):
-        """Bytes of a file of ``rows``, dictionaries or as written, and the number of each row."""
-        rng = self.rng
-        end, blank = rng.choice(["\n", "\r\n"]), rng.random() < 0.3
-        lines, numbers, at = [], [], 1
-        head = [self.names] * (kind in TABLES and not self.bare)
-        if kind in TABLES:
-            rows = [row.values() if isinstance(row, dict) else row for row in rows]
-            rows = [*head, *([cell(x, self.sets) for x in row] for row in rows)]
-        for i, row in enumerate(rows):
-            if kind == "csv":
-                buffer = io.StringIO(newline="")
-                csv.writer(buffer).writerow(row)
-                line = buffer.getvalue().removesuffix("\r\n")
-            elif kind == "tsv":
-                line = "\t".join(map(str, row))
+        """The text of a file of ``rows``, dictionaries or as written, and the number of each."""
+        text, numbers, end = "", [], self.rng.choice(["\n", "\r\n"])
+        head, blank = [self.names] * (kind in TABLES and not self.bare), self.rng.random() < 0.3
+        for i, row in enumerate([*head, *rows]):
+            text += end * (blank and i == 2)
+            numbers.append(1 + (i if kind == "json" else text.count("\n")))
+            if kind in TABLES:
+                cells = map(self.cell, row.values() if isinstance(row, dict) else row)
+                line = "\t".join(cells) if kind == "tsv" else quoted(cells)
             else:
                 line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
-            if kind == "json":
-                line = f"{'[' if i == 0 else ', '}{line}"
-            if blank and i == 2:
-                lines.append("")
-                at += 1
-            numbers.append(i + 1 if kind == "json" else at)
-            lines.append(line)
-            at += 1 + line.count("\n")
-        lines += ["]"] * (kind == "json")
-        content = (end.join(lines) + rng.choice([end, ""])).encode("utf-8", "surrogateescape")
-        return rng.choice([b"", b"\xef\xbb\xbf"]) + content, numbers[len(head) :]
+            before = ["[", ", "][i > 0] if kind == "json" else ""
+            text += before + line + end
+        text += "]" * (kind == "json")
+        return self.rng.choice([text, text.removesuffix(end)]), numbers[len(head) :]
+
+    def cell(self, value):
+        """A value in a table."""
+        if self.sets and isinstance(value, list):
+            return "|".join(x if isinstance(x, str) else str(int(x)) for x in value)
+        return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
     def broken(self, kind):
-        """What a file has in place of a row: cells, or a line of JSON."""
-        row, text, rng = self.rows[0], self.text, self.rng
-        empty = ["", " "] * ("pair" not in row)  # one of two texts may be empty
+        """What a file has in place of a row: a dictionary, cells, or a line of JSON."""
+        row, text = self.rows[0], self.text
+        changes = [("label", x) for x in ("", "nan", "NULL")]
+        changes += [(text, x) for x in ("", " ") if "pair" not in row]  # one of two may be empty
         if kind == "jsonl":
-            changes = [(text, x) for x in (5, None, "\udcfc", *empty)]
-            changes += [("label", x) for x in (None, "", {}, [1], math.nan, math.inf)]
-            lines = [{**row, name: x} for name, x in changes]
-            lines += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
-            lines = [json.dumps(x, ensure_ascii=False) for x in lines]
-            return rng.choice([*lines, lines[0][:-1], "[1]", "5", "null", "word", "[" * 100_000])
-        changes = [("label", ""), ("label", "nan"), ("label", "NULL"), *((text, x) for x in empty)]
-        if "\n" not in "".join(map(str, row.values())):  # the error names a line
+            changes += [("label", x) for x in (None, {}, [1], math.nan, math.inf)]
+            changes += [(text, x) for x in (5, None, "\udcfc")]
+        elif "\n" not in "".join(map(str, row.values())):  # the error names a line
             changes.append((text, "\udcfc"))
-        rows = [[*{**row, name: x}.values()] for name, x in changes]
-        return rng.choice([*rows, [*row.values()][:-1], [*row.values(), "wide"]])
+        wrong = [{**row, name: x} for name, x in changes]
+        wrong += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
+        lines = [json.dumps(row)[:-1], "[1]", "5", "null", "word", "[" * 100_000]
+        return self.rng.choice([*wrong, *(lines if kind == "jsonl" else [[*row.values(), "wide"]])])
+
+
+def quoted(cells):
+    """A line of a .csv file."""
+    line = io.StringIO(newline="")
+    csv.writer(line).writerow(cells)
+    return line.getvalue().removesuffix("\r\n")
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
@@ -195,8 +179,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
         datasets, "load_dataset", lambda name, _, split: datasets.load_from_disk(f"{name}/{split}")
     )
     rng, limit = random.Random(FIRST), csv.field_size_limit()
-    for i in range(24):
-        table, folder = Table(rng), tmp_path / str(i)
+    for of in (*LABELS, *MORE):
+        table, folder = Table(rng, of), tmp_path / of
         if not table.bare and rng.random() < 0.15:
             table.kinds = ["saved"] * 2
         (train, at), (evals, others) = (
@@ -207,17 +191,16 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
         files = files or {"train": train, "evals": evals}
         limits = {f"max_{name}_rows": rng.choice([None, None, 4, 30]) for name in ("train", "eval")}
         corpus = load(source(**files, **table.options, **limits), table.head)
-        where = f"seed {FIRST}, {table.of}, {table.kinds}"
+        where = f"seed {FIRST}, {of}, {table.kinds}"
         assert corpus.names == table.classes, where
         for prefix, words in NOTES.items():
-            assert (words in " ".join(corpus.notes)) == table.of.startswith(prefix), where
+            assert (words in " ".join(corpus.notes)) == of.startswith(prefix), where
         for rows, numbers, most in (
             (corpus.train, at, limits["max_train_rows"]), (corpus.unlabelled, at, None),
             (corpus.evals[""], others, limits["max_eval_rows"]),
         ):  # fmt: skip
             every = [(n, *row) for n, row in zip(numbers, table.read, strict=True)]
-            marked = [row for row in every if row[-1] == -100]
-            every = marked if rows is corpus.unlabelled else [x for x in every if x not in marked]
+            every = [x for x in every if (x[-1] == -100) == (rows is corpus.unlabelled)]
             found = [] if rows is None else [*rows.columns("number", *table.stored)]
             kept = {row[0] for row in found}
             assert found == [row for row in every if row[0] in kept], where
@@ -230,8 +213,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
 def test_a_broken_row_is_named(tmp_path):
     """Among the training rows, or the evaluation rows."""
     rng = random.Random(FIRST)
-    for i in range(20):
-        table = Table(rng, breaks=True)
+    for i, of in enumerate([*LABELS] * 2):
+        table = Table(rng, of, breaks=True)
         at, (kind, other) = rng.randint(3, len(table.rows)), table.kinds
         rows = [*table.rows[:at], table.broken(kind), *table.rows[at:]]
         wrong, numbers = table.save(tmp_path / str(i) / "wrong", kind, rows)

@@ -1,14 +1,12 @@
 """A submission to the GLUE server, checked by the format that the server publishes."""
 
 import csv
-import io
 import re
 import zipfile
-
-import pytest
+from dataclasses import replace
 
 from fastkd.train import glue
-from tests.support.tiny import make_teacher, run
+from tests.support.tiny import make_teacher, run, sentences
 
 # Numbers of rows and labels of the server, as its page and sample submission have them.
 ENTAILMENT, TWO = ("contradiction", "entailment", "neutral"), ("entailment", "not_entailment")
@@ -23,11 +21,8 @@ NAMES = {
     "CoLA": ("unacceptable", "acceptable"), "MRPC": ("not_equivalent", "equivalent"),
     "QQP": ("not_duplicate", "duplicate"), "SST-2": ("negative", "positive"),
 }  # fmt: skip
-HEADERS = {  # of GLUE's own test files
-    "cola": "index\tsentence",
-    "stsb": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
-    "mnli": "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2",
-}
+SOME, PAIR = sentences(20, 0), ["sentence1", "sentence2"]
+#: GLUE's own test files that are predicted here.
 FILES = {
     "CoLA": "cola/test.tsv", "STS-B": "stsb/test.tsv", "MNLI-m": "mnli/test_matched.tsv",
     "MNLI-mm": "mnli/test_mismatched.tsv",
@@ -46,33 +41,28 @@ def test_rows_and_labels_are_the_servers():
     assert lines == ["0", "0.000000", "1", "2.500000", "2", "5.000000"]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    make_teacher(root / "cola", NAMES["CoLA"], 1)
-    make_teacher(root / "mnli", ENTAILMENT, 1)
-    make_teacher(root / "stsb", 1, 1, problem_type="regression")
-    return root
-
-
-def test_a_submission(models, tmp_path, monkeypatch):
+def test_a_submission(tmp_path, monkeypatch):
     """Of few rows, and constant answers for what was not predicted."""
     few = {name: 3 + i for i, name in enumerate(SERVER)}
-    for name, of in glue.FILES.items():
-        small = glue.TestSet(**{**vars(of), "rows": few[name]})
-        monkeypatch.setitem(glue.FILES, name, small)
+    for name, of in [*glue.FILES.items()]:
+        monkeypatch.setitem(glue.FILES, name, replace(of, rows=few[name]))
     for name, file in FILES.items():
-        path, header = tmp_path / file, HEADERS[file.split("/")[0]]
-        path.parent.mkdir(exist_ok=True)
-        texts = "\ta film" * header.count("\t")
-        path.write_text("\n".join([header, *(f"{i}{texts}" for i in range(few[name]))]) + "\n")
-    for task in HEADERS:
-        out = run("predict", model=models / task, task=task, data=tmp_path / task,
+        header = ["index", *(["sentence"] if name == "CoLA" else ["genre", *PAIR])]
+        lines = [header, *([str(i), *[x] * (len(header) - 1)] for i, (x, _) in enumerate(SOME))]
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("\n".join(map("\t".join, lines[: 1 + few[name]])) + "\n")
+    models = {
+        "cola": make_teacher(tmp_path / "1", NAMES["CoLA"], 1),
+        "mnli": make_teacher(tmp_path / "2", ENTAILMENT, 1),
+        "stsb": make_teacher(tmp_path / "3", 1, 1, problem_type="regression"),
+    }
+    for task, model in models.items():
+        out = run("predict", model=model, task=task, data=tmp_path / task,
                   glue=tmp_path / "out", device="cpu")  # fmt: skip
         assert all(f"{name}.tsv" in out for name, file in FILES.items() if task in file)
     text = run("predict", glue_zip=tmp_path / "out", out=tmp_path / "glue.zip")
     assert "constant answers for AX, MRPC" in text and "CoLA" not in text
-    with zipfile.ZipFile(io.BytesIO((tmp_path / "glue.zip").read_bytes())) as packed:
+    with zipfile.ZipFile(tmp_path / "glue.zip") as packed:
         assert {*packed.namelist()} == {f"{name}.tsv" for name in SERVER}
         for name, (_, labels) in SERVER.items():
             content = packed.read(f"{name}.tsv").decode().splitlines()
@@ -82,21 +72,18 @@ def test_a_submission(models, tmp_path, monkeypatch):
             for _, answer in lines:
                 number = re.fullmatch(r"\d\.\d+", answer) and float(answer) <= 5
                 assert answer in labels if labels else number, name
-    single = run("predict", model=models / "mnli", task="mnli", glue=tmp_path / "two",
+    single = run("predict", model=models["mnli"], task="mnli", glue=tmp_path / "two",
                  data=tmp_path / FILES["MNLI-mm"], device="cpu")  # fmt: skip
     assert "MNLI-mm.tsv" in single and not (tmp_path / "two" / "MNLI-m.tsv").exists()
     (tmp_path / "two" / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n")
     error = run("predict", glue_zip=tmp_path / "two", out=tmp_path / "x.zip", expect=2)
     assert "RTE.tsv has 1 rows" in error
-
-
-def test_the_test_file_of_cola(models, tmp_path):
-    """It has a header and other columns than train.tsv."""
-    (tmp_path / "test.tsv").write_text("index\tsentence\n0\ta film\n1\tthe film is bad\n")
-    (tmp_path / "train.tsv").write_text("gj04\t1\t\ta film\ngj04\t0\t*\tthe film is bad\n")
+    # CoLA's test.tsv has a header and other columns than its train.tsv.
+    rows = "".join(f"gj04\t1\t\t{text}\n" for text, _ in SOME[: few["CoLA"]])
+    (tmp_path / "cola/train.tsv").write_text(rows)
     found = []
     for name in ("test", "train"):
-        data = tmp_path / f"{name}.tsv"
-        text = run("predict", model=models / "cola", task="cola", data=data, device="cpu")
+        data = tmp_path / f"cola/{name}.tsv"
+        text = run("predict", model=models["cola"], task="cola", data=data, device="cpu")
         found.append([line.split("\t")[1:] for line in text.splitlines()])
-    assert found[0] == found[1] and len(found[0]) == 3
+    assert found[0] == found[1] and len(found[0]) == 1 + few["CoLA"]
