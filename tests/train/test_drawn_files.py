@@ -94,12 +94,11 @@ class Table:
         known = ARROW if of == "declared" else known
         self.bare = len(columns) == 1 and "csv" in known and rng.random() < 0.2
         self.kinds = rng.choices(TABLES if self.bare else known, k=2)
-        self.text = "text" if self.sets else rng.choice(["text", "sentence"])
         pair, more = (["pair"] * rng.randint(0, 1), ["more"] * rng.randint(0, 1))
-        self.names = rng.sample(names := [self.text, *pair, *columns, *more], len(names))
+        self.names = rng.sample(names := ["text", *pair, *columns, *more], len(names))
         given = {"text_pair_column": "pair"} if pair else {}
         if self.bare:
-            given |= {"text_column": self.text, "label_column": "label"}
+            given |= {"text_column": "text", "label_column": "label"}
             given = {option: str(self.names.index(name)) for option, name in given.items()}
             given["no_header"] = True
         self.options = {name: x for name, x in options.items() if name != "head"} | given
@@ -109,7 +108,7 @@ class Table:
             row = {name: next(made) for name in self.names}
             row |= zip(columns, labels[y] if columns[1:] else [labels[y]], strict=True)
             self.rows.append(row)
-            self.read.append((*(row[name] for name in (self.text, *pair)), read[y]))
+            self.read.append((*(row[name] for name in ("text", *pair)), read[y]))
 
     def save(self, path, kind, rows):
         """The path of a file of ``rows``, and the number of each row."""
@@ -152,16 +151,16 @@ class Table:
 
     def broken(self, kind):
         """What a file has in place of a row: a dictionary, cells, or a line of JSON."""
-        row, text = self.rows[0], self.text
+        row = self.rows[0]
         changes = [("label", x) for x in ("", "nan", "NULL")]
-        changes += [(text, x) for x in ("", " ") if "pair" not in row]  # one of two may be empty
+        changes += [("text", x) for x in ("", " ") if "pair" not in row]  # one of two may be empty
         if kind == "jsonl":
             changes += [("label", x) for x in (None, {}, [1], math.nan, math.inf)]
-            changes += [(text, x) for x in (5, None, "\udcfc")]
+            changes += [("text", x) for x in (5, None, "\udcfc")]
         elif "\n" not in "".join(map(str, row.values())):  # the error names a line
-            changes.append((text, "\udcfc"))
+            changes.append(("text", "\udcfc"))
         wrong = [{**row, name: x} for name, x in changes]
-        wrong += [{n: x for n, x in row.items() if n != name} for name in (text, "label")]
+        wrong += [{n: x for n, x in row.items() if n != name} for name in ("text", "label")]
         lines = [json.dumps(row)[:-1], "[1]", "5", "null", "word", "[" * 100_000]
         return self.rng.choice([*wrong, *(lines if kind == "jsonl" else [[*row.values(), "wide"]])])
 

@@ -1,16 +1,10 @@
-"""What a reader walks through: functions, files and depth of a small run, and of an LM's step."""
+"""What a reader walks through: functions, files and depth of a small run."""
 
 import functools
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 import fastkd
-from fastkd._core import extension
-from fastkd.distill import Distiller, SoftTargets
 from tests.support.tiny import write_tsv
 
 ROOT = Path(fastkd.__file__).resolve().parent
@@ -46,17 +40,3 @@ def test_the_walk_through_a_run_is_short(distill, tmp_path):
     distill(train=rows)  # imports everything
     rows.write_text(rows.read_text() + "good film\t1\n")  # its tokens are new
     assert_short(lambda: distill(train=rows, out=tmp_path / "second"), 400, 45, 16)
-
-
-@pytest.mark.skipif(not extension.CPU, reason="needs the C++ extension")
-def test_the_walk_through_a_step_of_language_models_is_short():
-    """The second step: the first one compares each head with the model's logits."""
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    models = (
-        LlamaForCausalLM(LlamaConfig(hidden_size=n, intermediate_size=2 * n, **sizes))
-        for n in (32, 16)
-    )
-    distiller, ids = Distiller(*models, SoftTargets()), torch.randint(0, 64, (2, 10))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    distiller(**batch).loss.backward()
-    assert_short(lambda: distiller(**batch).loss.backward(), 100, 18, 12)
