@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
-from tests.support.runs import first_step, made
+from tests.support.runs import made
 from tests.support.tiny import make_teacher, run, source, write_tsv
 from tests.train.tasks.through import rows_of, says
 
@@ -60,8 +60,6 @@ FORMS = [
     )),
     ("mnli", "jsonl", [{"premise": "p", "hypothesis": "h", "label": y} for y in (1, 0)], TWO,
      [("p", "h", 1), ("p", "h", 0)], "accuracy"),
-    ("embedding", "jsonl", [{"sentence1": "a", "sentence2": "b", "score": x} for x in (3, 1)], TWO,
-     [("a", "b", 3.0), ("a", "b", 1.0)]),
     ("embedding", "csv", "anchor,positive,negative_1,negative_2\na,b,c,d\n",
      ("text", "pair", "negatives", "label"), [("a", "b", ["c", "d"], None)]),
     *(("embedding", "jsonl", [{"query": "a", "passage": "b", **more} for more in rows],
@@ -70,7 +68,6 @@ FORMS = [
     ("embedding", "txt", "good film\nbad film\n", TWO[1:], [(None, None)] * 2),
     *(("reranking", "jsonl", [row], TWO, [("q", ["a", "b", "c"], [1.0, 0.0, 0.0, *label])])
       for row, label in (
-        ({"query": "q", "pos": ["a"], "neg": ["b", "c"]}, [NAN] * 3),
         ({"query": "q", "pos": ["a"], "neg": ["b", "c"], "pos_scores": [2], "neg_scores": [1, 0]},
          [2.0, 1.0, 0.0]),
         ({"anchor": "q", "positive": "a", "negative_1": "b", "negative_2": "c", "label": [1, 3]},
@@ -141,16 +138,13 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
         else:
             assert task.prepare(rows).rows.labels.tolist() == expected
     assert task.prepare(rows, order="2,1,0").rows.labels.tolist() == [0]
-    (note,) = Classification(NAMES).prepare(rows).notes
-    assert note.endswith("labels are read as numbers of the model's classes: 2 is 'fair'")
+    assert "2 is 'fair'" in " ".join(Classification(NAMES).prepare(rows).notes)
 
 
 HOT = [{"text": "a", "labels": row} for row in ([1, 0], [0, 1])]
 SETS = {"task": "multi-label", "kind": "jsonl"}
 #: Rows of the training and of the evaluation, options, and words of the error.
 REFUSED = [
-    (HEAD + "x\tgood\ny\tGood\n", HEAD + "x\tGOOD\n", {},
-     "row 2: label 'GOOD' does not occur in the training rows"),
     (HEAD + "a\t0\nb\t1\n", HEAD + "a\t-100\n", {}, "no row has a label, all are -100"),
     (HOT, [HOT[0], {"text": "b", "labels": [1]}], SETS, "row 2: its labels are not the 2 zeros"),
     ("text,toxic,rude\na,1,2\n", None, {**SETS, "kind": "csv", "label_column": "toxic,rude"},
@@ -173,42 +167,32 @@ def test_classes_of_two_files(loaded, tmp_path):
 def test_rows_and_classes_are_described(loaded, tmp_path):
     more, marked = tmp_path / "more.txt", HEAD + "a\t0\nb\t1\nc\t-100\n" * 3
     more.write_text("d\n")
-    few = HEAD + "a\tneg\nb\tpos\n" * 20
-    for train, evals, options, *lines in (
-        (marked, None, {"unlabelled": more}, "4 rows without labels",
-         f"{tmp_path / 'train.tsv'}: 3 of 9 rows have no label (-100)"),
-        (marked, None, {"labels": "numbers"}, "warning: 3 training labels are -100, a number here, "
-         "which is learned; rows without one belong into --unlabelled"),
-        (HEAD + "".join(f"x\tname {i}\n" for i in range(60)), None, {"metric": "f1"}, "60 classes",
-         "warning: 40 more classes are as rare", "f1 is the mean of those of all classes"),
-        (HEAD + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2, None, {"labels": "classes"},
-         "warning: classes '1' and '1.0' look alike",
-         "warning: classes 'Not this' and 'not_this' look alike"),
-        (few + "c\tpso\n", few, {"head": Classification(("neg", "pos", "pso", "none"))},
-         "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0, none 0/0",
-         "warning: class 'pso' has a single training row, row 42; is it 'pos', misspelled?",
-         "warning: class 'none' has no training row",
-         "warning: 40 of the 40 evaluation rows are training rows too"),
+    few, rare = HEAD + "a\tneg\nb\tpos\n" * 20, HEAD + "".join(f"x\tno {i}\n" for i in range(60))
+    odd, head = HEAD + "x\t1\nx\t1.0\nx\tso_\nx\tSO\n", ("neg", "pos", "pso", "none")
+    for train, evals, options, *words in (
+        (marked, None, {"unlabelled": more}, "4 rows without labels", "3 of 9 rows have no label"),
+        (marked, None, {"labels": "numbers"}, "3 training labels are -100, a number here"),
+        (rare, None, {"metric": "f1"}, "60 classes\n", "40 more classes are as rare",
+         "f1 is the mean of those of all classes"),
+        (odd, None, {"labels": "classes"}, "'1' and '1.0' look alike", "'SO' and 'so_' look alike"),
+        (few + "c\tpso\n", few, {"head": Classification(head)},
+         ": neg 20/20, pos 20/20, pso 1/0, none 0/0",
+         "'pso' has a single training row, row 42; is it 'pos'", "'none' has no training row",
+         "40 of the 40 evaluation rows are training rows too"),
     ):  # fmt: skip
-        assert {*lines} <= {*describe(loaded(train, evals, **options))}
+        said = "\n".join(describe(loaded(train, evals, **options)))
+        assert all(part in said for part in words), said
 
 
-def test_samples_are_seeded(loaded):
-    text = HEAD + "".join(f"t{i}\t{i % 4}\n" for i in range(40))
-    found = [loaded(text, max_train_rows=5, seed=seed).train.texts for seed in (1, 1, 2)]
-    assert found[0] == found[1] != found[2]
-
-
-def test_a_finished_teachers_classes(tmp_path):
-    """They are in the student and in a cache, though the rows lack some or spell them otherwise."""
-    teacher = make_teacher(tmp_path / "teacher", NAMES)
+def test_classes_of_a_cache(tmp_path):
+    """They are its teacher's, though the rows lack some or spell them otherwise."""
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
     evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
-    options = dict(teacher=teacher, method="soft_targets", train=train, eval=evals, device="cpu")
-    _, models = made(**options)
+    options = dict(method="soft_targets", train=train, eval=evals, device="cpu")
+    teacher, cache = make_teacher(tmp_path / "teacher", NAMES), tmp_path / "cache"
+    run("cache", **options, teacher=teacher, out=cache)
+    _, models = made(**options, teacher_cache=cache)
     assert [*models.student.config.id2label.values()] == ["Good", "bad", "fair"]
-    run("cache", **options, out=tmp_path / "cache")
-    first_step(**{**options, "teacher": None}, teacher_cache=tmp_path / "cache")
 
 
 def test_numbers_of_tags(loaded):
@@ -219,8 +203,8 @@ def test_numbers_of_tags(loaded):
     assert corpus.names == [*TAGS] and corpus.metrics[0] == "f1"
     assert next(corpus.train.column("label")) == ["B-LOC", "O"]
     assert "1 is 'B-LOC'" in " ".join(describe(corpus))
-    bare = TokenClassification(("LABEL_0", "LABEL_1", "LABEL_2"))
-    assert loaded(rows, **tags, head=bare).names == ["0", "1", "2"]
+    none = TokenClassification(("LABEL_0", "LABEL_1", "LABEL_2"))
+    assert loaded(rows, **tags, head=none).names == ["0", "1", "2"]
 
 
 def declared(names, column="label", **columns):

@@ -131,8 +131,7 @@ def test_a_short_run_prints_and_records_its_recipe(distill, tmp_path):
     ):
         assert re.search(words, output), words
     report = report_of(tmp_path / "out")
-    entry = {"value": 1e-4, "place": "Distillation Setup", "grid": [5e-5, 1e-4, 3e-4]}
-    assert report["recipe"]["set"]["learning_rate"] == entry
+    assert report["recipe"]["set"]["learning_rate"]["grid"] == [5e-5, 1e-4, 3e-4]
     assert report["settings"]["learning_rate"] == 1e-4
     card = (tmp_path / "out/student/README.md").read_text()
     assert "steps 4 (Distillation Setup, instead of 18 epochs)" in card
@@ -157,5 +156,5 @@ def test_an_option_has_one_name():
     config = Config.of(**rows, precision="bf16", batch_size=4, warmup=0.5)
     arguments = arguments_of(config, Computation.of(config), config.out, rows=40)
     assert arguments.bf16 and arguments.per_device_train_batch_size == 4
-    assert arguments.to_dict()["method"] == "auto"  # as trackers record it
     assert arguments.warmup_steps == 15 and as_json(config)["warmup"] == 0.5
+    assert arguments.to_dict()["method"] == "auto"  # as trackers record it

@@ -32,9 +32,7 @@ RECORDED = [
 #: Entities of tags that seqeval reads otherwise: it takes the first letter of any tag for a mark.
 ENTITIES = [
     ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
-    ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
     ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
-    ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
     ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
 ]
 
@@ -76,13 +74,13 @@ def test_words_of_every_script():
         assert Words().tokenize(text) == words
         assert rouge_l([words[0]], [text]) == pytest.approx(2 / (len(words) + 1))
     # ASCII text has the words of rouge_score.
-    texts, scorer = (
-        ["It's the 2nd snake_case film.", "the film, it is 2ND"],
-        RougeScorer(["rougeL"]),
-    )
+    texts = ["It's the 2nd snake_case film.", "the film, it is 2ND"]
     for text, other in (texts, texts[::-1]):
         assert Words().tokenize(text) == DefaultTokenizer(use_stemmer=False).tokenize(text)
-        assert rouge_l([other], [text]) == scorer.score(text, other)["rougeL"].fmeasure
+        assert (
+            rouge_l([other], [text])
+            == RougeScorer(["rougeL"]).score(text, other)["rougeL"].fmeasure
+        )
 
 
 #: A task, its answers, the labels, and scores.
