@@ -20,6 +20,7 @@ from tests.support.runs import made
 from tests.support.tiny import make_teacher, read_otherwise, write_tsv
 
 OWN = "tests.distill.own_method:HiddenAndAttention"
+CLASSES = ("single_label_classification", 2)
 SWAPPED = ["POSITIVE", "NEGATIVE"]
 
 
@@ -43,10 +44,8 @@ def labelled(folder, *words):
 
 def test_classes_are_matched_by_name(ready, tmp_path):
     """A head named POSITIVE, NEGATIVE was matched to negative, positive by position: swapped."""
-    head, rows = (
-        make_teacher(tmp_path / "head", SWAPPED),
-        labelled(tmp_path, "Negative", "positive"),
-    )
+    head = make_teacher(tmp_path / "head", SWAPPED)
+    rows = labelled(tmp_path, "Negative", "positive")
     run, models = ready(teacher=head, **rows, test=[rows["train"]], metric="f1")
     corpus, both = run.data.corpus, judge(run, models.student)
     assert corpus.names == ["positive", "Negative"]
@@ -70,15 +69,17 @@ def test_heads_and_weights_of_the_models(ready, tmp_path):
 
     What is trained stays float32: bfloat16 would round small steps away.
     """
-    head = make_teacher(tmp_path / "head", problem_type="single_label_classification")
+    head = make_teacher(tmp_path / "head", problem_type=CLASSES[0])
     model = t.AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
     model.save_pretrained(head)
     real = {"finetune_teacher": 1.0, **labelled(tmp_path, 0.5, 1.5)}
-    for options in ({}, real, {"student": head, "finetune_teacher": 1.0}):
+    for options, kind in (
+        ({}, CLASSES), (real, ("regression", 1)),
+        ({"student": head, "finetune_teacher": 1.0}, CLASSES),
+    ):  # fmt: skip
         _, models = ready(teacher=head, **options)
         for model in (models.student, models.teacher)[: 1 + len(options)]:
             assert {p.dtype for p in model.parameters()} == {torch.float32}
-            kind = ("regression", 1) if options is real else (model.config.problem_type, 2)
             assert (model.config.problem_type, model.config.num_labels) == kind
     own = {"method": OWN, "options": {"hidden": 0.25}, "attention": "eager"}
     run, models = ready(**labelled(tmp_path, "no", "yes"), label_order="no,yes", **own)

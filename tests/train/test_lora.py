@@ -17,38 +17,31 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "v
 BERT = t.BertConfig(**SMALL, intermediate_size=32, initializer_range=0.5)
 
 
-@pytest.mark.parametrize(("kind", "config", "targets"), [
-    ("MultipleChoice", BERT, "query+value"),
-    ("SequenceClassification", t.RobertaConfig(**SMALL, intermediate_size=32), "query+value"),
-    ("SequenceClassification", t.XLNetConfig(**SMALL, d_head=8, d_inner=32), "layer_1+layer_2"),
-    ("SequenceClassification", t.DistilBertConfig(**SMALL, hidden_dim=32), "q_lin+v_lin"),
+CLASSIFIER = "AutoModelForSequenceClassification"
+
+
+@pytest.mark.parametrize(("name", "config", "targets"), [
+    *((name, BERT, "query+value") for name in (*lora.TRAINED, "AutoModelForMaskedLM", "AutoModel")),
+    (CLASSIFIER, t.RobertaConfig(**SMALL, intermediate_size=32), "query+value"),
+    (CLASSIFIER, t.XLNetConfig(**SMALL, d_head=8, d_inner=32), "layer_1+layer_2"),
+    (CLASSIFIER, t.DistilBertConfig(**SMALL, hidden_dim=32), "q_lin+v_lin"),
 ])  # fmt: skip
-def test_all_of_a_classifiers_head_learns(kind, config, targets):
-    """Head and pooler train under any module name; in the body only adapters train."""
-    name = f"AutoModelFor{kind}"
+def test_adapters_change_nothing_and_all_of_a_classifiers_head_learns(name, config, targets):
+    """Token types reach the model through PEFT's wrappers; heads and poolers have any names."""
+    ids = torch.randint(5, 20, (2, 3, 6) if name.endswith("MultipleChoice") else (2, 6))
+    batch = {"input_ids": ids, "token_type_ids": (ids % 2 * (config is BERT)).long()}
     for given in ("all-linear", targets):
-        student = getattr(t, name).from_config(config)
-        body = f"{student.base_model_prefix}."
-        heads = [  # the pooler too: many are published without one
-            n for n, _ in student.named_parameters()
-            if not n.startswith(body) or n.startswith(f"{body}pooler")
-        ]  # fmt: skip
-        model = lora.adapted(student, {"targets": given}, name, None)
+        student = getattr(t, name).from_config(config).eval()
+        expected, body = student(**accepted(student, batch))[0], f"{student.base_model_prefix}."
+        heads = [n for n, _ in student.named_parameters() if not n.startswith(body)]
+        heads += [n for n, _ in student.named_parameters() if n.startswith(f"{body}pooler")]
+        model = lora.adapted(student, {"r": 2, "targets": given}, name, None).eval()
+        assert torch.equal(model(**accepted(model, batch))[0], expected)
         learns = {n for n, x in model.named_parameters() if x.requires_grad}
         parts = {n for n in learns if "lora_" not in n}
-        assert len(parts) == len(heads) and all("modules_to_save" in n for n in parts)
-        assert learns != parts and all(f".{body}" in n for n in learns - parts)
-
-
-@pytest.mark.parametrize("name", [*lora.TRAINED, "AutoModelForMaskedLM", "AutoModel"])
-def test_adapters_change_nothing_before_training(name):
-    """Token types reach the model in evaluation too, through PEFT's wrappers of every task."""
-    student = getattr(t, name).from_config(BERT).eval()
-    ids = torch.randint(5, 20, (2, 3, 6) if name.endswith("MultipleChoice") else (2, 6))
-    batch = {"input_ids": ids, "token_type_ids": (ids % 2).long()}
-    expected = student(**batch)[0]
-    adapted = lora.adapted(student, {"r": 2}, name, None).eval()
-    assert torch.equal(adapted(**accepted(adapted, batch))[0], expected)
+        assert len(parts) == len(heads) * (name in lora.TRAINED) and learns != parts
+        assert all("modules_to_save" in n for n in parts)
+        assert name not in lora.TRAINED or all(f".{body}" in n for n in learns - parts)
 
 
 def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypatch):
