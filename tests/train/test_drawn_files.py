@@ -83,19 +83,23 @@ def texts_of(rng, kinds):
 
 
 class Table:
-    """Rows of two drawn ``kinds`` of file; ``read`` has the columns ``stored`` as they are read."""
+    """Rows for two drawn ``kinds`` of file, and for a kind with a row that ``breaks`` it.
 
-    def __init__(self, rng, of, breaks=False):
+    ``read`` has the columns ``stored`` of each row as they are read.
+    """
+
+    def __init__(self, rng, of):
         labels, self.classes, read, options = (*{**LABELS, **MORE}[of], {})[:4]
         self.rng, self.of, self.sets, head = rng, of, "task" in options, options.get("head")
         self.head = head and (MultiLabel if self.sets else Classification)(tuple(head))
         columns = options.get("label_column", "label").split(",")
-        known = [*TABLES, "jsonl", *["json", *ARROW] * (not breaks)]
-        known = ARROW if of == "declared" else known
+        known = ARROW if of == "declared" else [*TABLES, "jsonl", "json", *ARROW]
         self.bare = len(columns) == 1 and "csv" in known and rng.random() < 0.2
         self.kinds = rng.choices(TABLES if self.bare else known, k=2)
+        self.breaks = rng.choice([*TABLES, *["jsonl"] * (not self.bare)])
         pair, more = (["pair"] * rng.randint(0, 1), ["more"] * rng.randint(0, 1))
-        self.names = rng.sample(names := ["text", *pair, *columns, *more], len(names))
+        self.names = ["text", *pair, *columns, *more]
+        rng.shuffle(self.names)
         given = {"text_pair_column": "pair"} if pair else {}
         if self.bare:
             given |= {"text_column": "text", "label_column": "label"}
@@ -103,7 +107,7 @@ class Table:
             given["no_header"] = True
         self.options = {name: x for name, x in options.items() if name != "head"} | given
         self.stored = ["text", *pair, PROBABILITIES if of.startswith("soft") else "label"]
-        made, self.rows, self.read = texts_of(rng, self.kinds), [], []
+        made, self.rows, self.read = texts_of(rng, [*self.kinds, self.breaks]), [], []
         for y in [0, 1, 2, *rng.choices(range(3), k=rng.randint(3, 37))]:
             row = {name: next(made) for name in self.names}
             row |= zip(columns, labels[y] if columns[1:] else [labels[y]], strict=True)
@@ -149,12 +153,12 @@ class Table:
             return "|".join(x if isinstance(x, str) else str(int(x)) for x in value)
         return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
-    def broken(self, kind):
+    def broken(self):
         """What a file has in place of a row: a dictionary, cells, or a line of JSON."""
         row = self.rows[0]
         changes = [("label", x) for x in ("", "nan", "NULL")]
         changes += [("text", x) for x in ("", " ") if "pair" not in row]  # one of two may be empty
-        if kind == "jsonl":
+        if self.breaks == "jsonl":
             changes += [("label", x) for x in (None, {}, [1], math.nan, math.inf)]
             changes += [("text", x) for x in (5, None, "\udcfc")]
         elif "\n" not in "".join(map(str, row.values())):  # the error names a line
@@ -162,7 +166,9 @@ class Table:
         wrong = [{**row, name: x} for name, x in changes]
         wrong += [{n: x for n, x in row.items() if n != name} for name in ("text", "label")]
         lines = [json.dumps(row)[:-1], "[1]", "5", "null", "word", "[" * 100_000]
-        return self.rng.choice([*wrong, *(lines if kind == "jsonl" else [[*row.values(), "wide"]])])
+        return self.rng.choice(
+            [*wrong, *(lines if self.breaks == "jsonl" else [[*row.values(), "wide"]])]
+        )
 
 
 def quoted(cells):
@@ -173,7 +179,7 @@ def quoted(cells):
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
-    """And a data set of the hub: all of them, or a sample."""
+    """And a data set of the hub: all of them, or a sample; and a broken row is named."""
     monkeypatch.setattr(
         datasets, "load_dataset", lambda name, _, split: datasets.load_from_disk(f"{name}/{split}")
     )
@@ -204,20 +210,12 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
             assert len(found) == min(most or len(every), len(every)), where
             if PROBABILITIES in table.stored and found:
                 assert rows.labels.tolist() == [np.argmax(row[-1]) for row in found], where
+        for _ in range(2 * (of in LABELS)):
+            at = rng.randint(3, len(table.rows))
+            rows = [*table.rows[:at], table.broken(), *table.rows[at:]]
+            wrong, numbers = table.save(folder / "wrong", table.breaks, rows)
+            files = rng.choice([{"train": wrong, "evals": evals}, {"train": train, "evals": wrong}])
+            with pytest.raises(InputError) as error:
+                load(source(**files, **table.options))
+            assert f"{wrong.name}, row {numbers[at]}: " in str(error.value), (where, error.value)
     assert csv.field_size_limit() == limit
-
-
-def test_a_broken_row_is_named(tmp_path):
-    """Among the training rows, or the evaluation rows."""
-    rng = random.Random(FIRST)
-    for i, of in enumerate([*LABELS] * 2):
-        table = Table(rng, of, breaks=True)
-        at, (kind, other) = rng.randint(3, len(table.rows)), table.kinds
-        rows = [*table.rows[:at], table.broken(kind), *table.rows[at:]]
-        wrong, numbers = table.save(tmp_path / str(i) / "wrong", kind, rows)
-        right, _ = table.save(tmp_path / str(i) / "right", other, table.rows)
-        train, evals = rng.choice([(wrong, right), (right, wrong)])
-        with pytest.raises(InputError) as error:
-            load(source(train=train, evals=evals, **table.options))
-        said = str(error.value)
-        assert f"{wrong.name}, row {numbers[at]}: " in said, f"seed {FIRST}: {said}"
