@@ -168,15 +168,15 @@ def test_rows_and_classes_are_described(loaded, tmp_path):
     more, marked = tmp_path / "more.txt", HEAD + "a\t0\nb\t1\nc\t-100\n" * 3
     more.write_text("d\n")
     few, rare = HEAD + "a\tneg\nb\tpos\n" * 20, HEAD + "".join(f"x\tno {i}\n" for i in range(60))
-    odd, head = HEAD + "x\t1\nx\t1.0\nx\tso_\nx\tSO\n", ("neg", "pos", "pso", "none")
+    odd, head = HEAD + "x\t1\nx\t1.0\nx\tso_\nx\tSO\n", ("neg", "pos", "pso", "far", "none")
     for train, evals, options, *words in (
         (marked, None, {"unlabelled": more}, "4 rows without labels", "3 of 9 rows have no label"),
         (marked, None, {"labels": "numbers"}, "3 training labels are -100, a number here"),
         (rare, None, {"metric": "f1"}, "60 classes\n", "40 more classes are as rare",
          "f1 is the mean of those of all classes"),
         (odd, None, {"labels": "classes"}, "'1' and '1.0' look alike", "'SO' and 'so_' look alike"),
-        (few + "c\tpso\n", few, {"head": Classification(head)},
-         ": neg 20/20, pos 20/20, pso 1/0, none 0/0",
+        (few + "c\tpso\nd\tfar\nd\tfar\n", few, {"head": Classification(head)},
+         ": neg 20/20, pos 20/20, pso 1/0, far 2/0, none 0/0", "'far' has no evaluation row",
          "'pso' has a single training row, row 42; is it 'pos'", "'none' has no training row",
          "40 of the 40 evaluation rows are training rows too"),
     ):  # fmt: skip
