@@ -111,25 +111,23 @@ def test_a_folder_is_read_file_by_file_and_parquet_fills_objects(tmp_path):
 
 
 UNKNOWN, OTHERWISE = "row 2: label .* is no class of the model", "as such .* numbered; pass --label"
-#: Classes of a finished model, labels of rows, and their classes, or words of the error.
-KNOWN = [
-    (["0", "1"], ("1.0", "00"), [1, 0]), (["1", "-1"], ("-1", "1", "+1"), [1, 0, 0]),
-    ([str(i) for i in range(11)], ("1.0", "10"), [1, 10]),
-    (["not_entailment", "entailment"], ("Not-Entailment", "ENTAILMENT"), [0, 1]),
-    (["C", "c", "C++"], ("c", "C", "C++"), [1, 0, 2]), (["+", "-"], "-+", [1, 0]),
-    (NAMES, ("bad", "Bad", "GOOD", "fair"), [1, 1, 0, 2]),
-    (["0", "1"], ("-1",), UNKNOWN), (["C", "c"], ("C++",), UNKNOWN), (["+", "-"], ("++",), UNKNOWN),
-    # Numbers, some of which usually mean another class.
-    (["neg", "pos"], "1", [1]), (["cat", "dog"], "0", [0]),
-    (["entailment", "neutral", "contradiction"], "2", [2]),
-    (["pos", "neg"], "1", OTHERWISE), (["True", "False"], "0", OTHERWISE),
-    (["contradiction", "neutral", "entailment"], "2", OTHERWISE),
-    (["positive", "negative", "neutral"], "2", OTHERWISE),
-]  # fmt: skip
 
 
 def test_labels_are_classes_of_a_finished_model(tmp_path):
-    for names, labels, expected in KNOWN:
+    for names, labels, expected in (
+        (["0", "1"], ("1.0", "00"), [1, 0]), (["1", "-1"], ("-1", "1", "+1"), [1, 0, 0]),
+        ([str(i) for i in range(11)], ("1.0", "10"), [1, 10]),
+        (["not_entailment", "entailment"], ("Not-Entailment", "ENTAILMENT"), [0, 1]),
+        (["C", "c", "C++"], ("c", "C", "C++"), [1, 0, 2]), (["+", "-"], ("++",), UNKNOWN),
+        (NAMES, ("bad", "Bad", "GOOD", "fair"), [1, 1, 0, 2]),
+        (["0", "1"], ("-1",), UNKNOWN), (["C", "c"], ("C++",), UNKNOWN),
+        # Numbers, some of which usually mean another class.
+        (["neg", "pos"], "1", [1]), (["cat", "dog"], "0", [0]),
+        (["entailment", "neutral", "contradiction"], "2", [2]),
+        (["pos", "neg"], "1", OTHERWISE), (["True", "False"], "0", OTHERWISE),
+        (["contradiction", "neutral", "entailment"], "2", OTHERWISE),
+        (["positive", "negative", "neutral"], "2", OTHERWISE),
+    ):  # fmt: skip
         text = HEAD + "".join(f"x\t{label}\n" for label in labels)
         rows, task = rows_of(tmp_path / "a.tsv", "classification", text), Classification((*names,))
         if isinstance(expected, str):
@@ -143,19 +141,17 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
 
 HOT = [{"text": "a", "labels": row} for row in ([1, 0], [0, 1])]
 SETS = {"task": "multi-label", "kind": "jsonl"}
-#: Rows of the training and of the evaluation, options, and words of the error.
-REFUSED = [
-    (HEAD + "a\t0\nb\t1\n", HEAD + "a\t-100\n", {}, "no row has a label, all are -100"),
-    (HOT, [HOT[0], {"text": "b", "labels": [1]}], SETS, "row 2: its labels are not the 2 zeros"),
-    ("text,toxic,rude\na,1,2\n", None, {**SETS, "kind": "csv", "label_column": "toxic,rude"},
-     "row 2: column 'rude' holds neither 0 nor 1 but '2'"),
-]  # fmt: skip
 
 
 def test_classes_of_two_files(loaded, tmp_path):
     corpus = loaded(HEAD + "x\tgood\ny\tbad\nz\tpositive\n", HEAD + "x\tGood\ny\tPOSITIVE\n")
     assert corpus.evals[""].labels.tolist() == [1, 2]
-    for train, evals, options, words in REFUSED:
+    for train, evals, options, words in (
+        (HEAD + "a\t0\nb\t1\n", HEAD + "a\t-100\n", {}, "no row has a label, all are -100"),
+        (HOT, [HOT[0], {"text": "b", "labels": [1]}], SETS, "row 2: its labels are not the 2 "),
+        ("text,toxic,rude\na,1,2\n", None, {**SETS, "kind": "csv", "label_column": "toxic,rude"},
+         "row 2: column 'rude' holds neither 0 nor 1 but '2'"),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             loaded(train, evals, **options)
     hot = rows_of(tmp_path / "a.jsonl", MultiLabel, HOT)

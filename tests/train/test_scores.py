@@ -29,12 +29,6 @@ RECORDED = [
     ("I-A B-A S-B E-B O O I-A S-B O", "B-A B-A S-A E-B O O E-B S-B I-B",
      0.571429, 0.666667, 0.615385),
 ]  # fmt: skip
-#: Entities of tags that seqeval reads otherwise: it takes the first letter of any tag for a mark.
-ENTITIES = [
-    ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
-    ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
-    ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
-]
 
 
 def test_scores_of_entities_are_those_of_seqeval():
@@ -49,7 +43,12 @@ def test_scores_of_entities_are_those_of_seqeval():
     true, found = [["B-A", "I-A"], ["I-A"], ["O"]], [["B-A", "I-A"], ["O"], ["S-B"]]
     assert precision_recall_f1(found, true) == (0.5, 0.5, 0.5)
     assert precision_recall_f1([["O"]], [["O"]]) == (0.0, 0.0, 0.0)
-    for tags, expected in ENTITIES:
+    # seqeval takes the first letter of any tag for a mark.
+    for tags, expected in (
+        ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
+        ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
+        ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
+    ):
         assert entities(tags.split()) == expected
     # By default tags without marks are scored one by one.
     for mark, tags in ((True, "B-A U-LOC L-x M-x S-a-b"), (False, "B B- NOUN X-A ORG-B")):
@@ -83,27 +82,23 @@ def test_words_of_every_script():
         )
 
 
-#: A task, its answers, the labels, and scores.
-SCORES = [
-    # One true positive, one false positive, two true negatives.
-    (Classification(("no", "yes")), [[2, 1], [0, 1], [0, 3], [1, 0]], [0, 1, 0, 0],
-     {"accuracy": 3 / 4, "f1": 2 / 3, "mcc": (1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2)}),
-    (Classification(("a", "b", "c")), np.eye(3)[[0, 1, 0, 2]], [0, 1, 1, 2],
-     {"f1": (2 / 3 + 2 / 3 + 1) / 3}),
-    (Regression(), [[1], [2], [3], [10]], [2, 4, 6, 8],
-     {"spearman": 1, "pearson": 28 / np.sqrt(50 * 20), "mse": (1 + 4 + 9 + 4) / 4}),
-    (Regression(), [[1], [1], [1]], [0, 1, 2], {"pearson": 0}),
-    # No row has the last label; one row has no label.
-    (MultiLabel(("9", "10", "11")), [[3, 1, -1], [-1, 2, -1]], [["10", "9"], []],
-     {"micro_f1": 4 / 5, "macro_f1": (1 + 2 / 3) / 3, "mean_average_precision": (1 + 1 / 2) / 3}),
-    # scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both.
-    (MultiLabel(("good",)), [[1], [2], [-1], [-1]], [["good"], [], ["b"], []],
-     {"micro_f1": 2 / 3, "macro_f1": 2 / 3, "mean_average_precision": 1 / 2}),
-]  # fmt: skip
-
-
 def test_scores_by_hand():
-    for task, answers, labels, expected in SCORES:
+    for task, answers, labels, expected in (
+        # One true positive, one false positive, two true negatives.
+        (Classification(("no", "yes")), [[2, 1], [0, 1], [0, 3], [1, 0]], [0, 1, 0, 0],
+         {"accuracy": 3 / 4, "f1": 2 / 3, "mcc": (1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2)}),
+        (Classification(("a", "b", "c")), np.eye(3)[[0, 1, 0, 2]], [0, 1, 1, 2],
+         {"f1": (2 / 3 + 2 / 3 + 1) / 3}),
+        (Regression(), [[1], [2], [3], [10]], [2, 4, 6, 8],
+         {"spearman": 1, "pearson": 28 / np.sqrt(50 * 20), "mse": (1 + 4 + 9 + 4) / 4}),
+        (Regression(), [[1], [1], [1]], [0, 1, 2], {"pearson": 0}),
+        # No row has the last label; one row has no label.
+        (MultiLabel(("9", "10", "11")), [[3, 1, -1], [-1, 2, -1]], [["10", "9"], []],
+         {"micro_f1": 4 / 5, "macro_f1": (1 + 2 / 3) / 3, "mean_average_precision": (1 + 0.5) / 3}),
+        # scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both.
+        (MultiLabel(("good",)), [[1], [2], [-1], [-1]], [["good"], [], ["b"], []],
+         {"micro_f1": 2 / 3, "macro_f1": 2 / 3, "mean_average_precision": 1 / 2}),
+    ):  # fmt: skip
         answers, lists = np.array(answers, dtype=float), isinstance(labels[0], list)
         encoded = SimpleNamespace(labels=None if lists else np.array(labels, dtype=float))
         encoded.rows = SimpleNamespace(column=lambda name, labels=labels: labels)
