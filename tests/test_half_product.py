@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastkd._core import extension, products
+from tests.support.compare import raises
 
 
 def has(unit: str) -> bool:
@@ -11,15 +12,15 @@ def has(unit: str) -> bool:
 
 
 NEEDS = "needs a processor that multiplies bfloat16"
-needs_unit = pytest.mark.skipif(not has("fastest"), reason=NEEDS)
+
+
+def needs(unit: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not has(unit), reason=f"{NEEDS} by {unit}")
+
+
 # AMX and avx512_bf16, each by itself, whichever `has_half_product` would choose.
-each_unit = pytest.mark.parametrize(
-    "unit",
-    [
-        pytest.param(unit, marks=pytest.mark.skipif(not has(unit), reason=f"{NEEDS} by {unit}"))
-        for unit in ("tiles", "vectors")
-    ],
-)
+units = [pytest.param(unit, marks=needs(unit)) for unit in ("tiles", "vectors")]
+each_unit = pytest.mark.parametrize("unit", units)
 # (M, K, N): one number, parts of tiles, more than a block, a sum in slices.
 SIZES = [(1, 1, 1), (1, 7, 300), (16, 32, 16), (33, 65, 47), (600, 40, 530), (70, 3000, 40)]
 
@@ -42,70 +43,57 @@ def assert_product(out, a, b, start=0.0):
     assert ((out - exact).abs() <= rounding).all()
 
 
+def multiply(out, a, b, add=False, unit="fastest"):
+    torch.ops.fastkd_cpp.half_product(out, a, b, add, unit)
+    return out
+
+
 @each_unit
-@pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_product(size, dtype, kind, unit):
-    """In a part of a larger matrix; products in bfloat16 are rounded once and not added."""
+    """In a part of a larger matrix; products in bfloat16 are rounded once and not added.
+
+    On several threads it has the same bits.
+    """
     M, K, N = size
     for i in range(8 if kind == torch.float32 else 2):
         a = matrix(M, K, dtype, bool(i & 1))
         b = matrix(K, N, torch.bfloat16, bool(i & 2), seed=1)
         around = torch.full((M + 2, N + 7), 3.0).to(kind)
         out, add = around[1:-1, 3:-4], bool(i & 4)
-        torch.ops.fastkd_cpp.half_product(out, a, b, add, unit)
-        assert_product(out, a, b, 3.0 * add)
+        assert_product(multiply(out, a, b, add, unit), a, b, 3.0 * add)
         out.fill_(3)
         assert (around == 3).all()
+    before, new = torch.get_num_threads(), torch.empty(M, N, dtype=kind)
+    try:
+        torch.set_num_threads(3)
+        several = multiply(new, a, b, unit=unit).clone()
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(multiply(new, a, b, unit=unit), several)
     if kind == torch.bfloat16:
-        with pytest.raises(RuntimeError, match="sums are of float32"):
-            torch.ops.fastkd_cpp.half_product(out, a, b, True, unit)
-
-
-@each_unit
-def test_product_of_strided_and_empty_matrices(unit):
-    a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
-    out = torch.empty(5, 7)
-    torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
-    assert_product(out, a, b)
-    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], True, unit)
-    assert_product(out, a, b)
-    torch.ops.fastkd_cpp.half_product(out, a[:, :0], b[:0], False, unit)
-    assert (out == 0).all()
-    torch.ops.fastkd_cpp.half_product(out[:0], a[:0], b, False, unit)
+        raises("sums are of float32", multiply, out, a, b, True, unit, error=RuntimeError)
 
 
 @each_unit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nan_and_inf_stay_in_their_row(dtype, unit):
+def test_strided_and_empty_matrices_nan_and_inf(dtype, unit):
+    a, b = torch.randn(5, 18)[:, ::2], torch.randn(9, 14).bfloat16()[:, ::2]
+    out = torch.empty(5, 7)
+    assert_product(multiply(out, a, b, unit=unit), a, b)
+    assert_product(multiply(out, a[:, :0], b[:0], True, unit), a, b)
+    assert (multiply(out, a[:, :0], b[:0], unit=unit) == 0).all()
+    multiply(out[:0], a[:0], b, unit=unit)
     a, b = matrix(40, 70, dtype).clone(), matrix(70, 40, torch.bfloat16, seed=1)
     a[3, 5], a[20, 69], a[33, 0] = float("inf"), float("nan"), -float("inf")
-    out = torch.empty(40, 40)
-    torch.ops.fastkd_cpp.half_product(out, a, b, False, unit)
-    torch.testing.assert_close(
-        out, (a.bfloat16().double() @ b.double()).float(), equal_nan=True, rtol=1e-5, atol=1e-5
-    )
+    wanted = (a.bfloat16().double() @ b.double()).float()  # they stay in their row
+    found = multiply(torch.empty(40, 40), a, b, unit=unit)
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@each_unit
-@pytest.mark.parametrize("size", [(600, 40, 530), (70, 3000, 40)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_threads(size, dtype, unit):
-    M, K, N = size
-    a, b = matrix(M, K, torch.float32), matrix(K, N, torch.bfloat16, seed=1)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(torch.empty(M, N, dtype=dtype))
-            torch.ops.fastkd_cpp.half_product(found[-1], a, b, False, unit)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("has_unit", [pytest.param(True, marks=needs_unit), False])
+@pytest.mark.parametrize("has_unit", [pytest.param(True, marks=needs("fastest")), False])
 def test_products_with_and_without_matrix_instructions(has_unit, monkeypatch):
     monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
     monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
@@ -116,23 +104,21 @@ def test_products_with_and_without_matrix_instructions(has_unit, monkeypatch):
     assert_product(products.product(x, weight), x, weight.T)
     assert_product(products.product_back(grad, weight), grad, weight)
     total = torch.full((50, 33), float("nan"))
-    products.add_product(total, grad, x, None, first=True)
-    assert_product(total, grad.T, x)
-    products.add_product(total, grad, x, None, first=False)
-    assert_product(total / 2, grad.T, x)
+    for times in (1, 2):
+        products.add_product(total, grad, x, None, first=times == 1)
+        assert_product(total / times, grad.T, x)
     narrow = torch.empty(50, 33, dtype=torch.bfloat16)
     products.add_product(narrow, grad, x, None, first=True)
     torch.testing.assert_close(narrow, (total / 2).bfloat16(), rtol=2.0**-7, atol=1e-4)
 
 
-@pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_on_a_gpu(dtype, adds, monkeypatch):
+def as_on_a_gpu(monkeypatch, dtype, adds):
     """With CUDA's forms of mm and addmm, which give float32, written for the CPU."""
+    multiply = torch.matmul
 
     def mm(a, b, *, out_dtype, out=None):
         assert a.dtype == b.dtype == dtype and out_dtype == torch.float32
-        return torch.matmul(a.float(), b.float(), out=out)
+        return multiply(a.float(), b.float(), out=out)
 
     def addmm(total, a, b, *, out_dtype, out):
         assert out is total and total.dtype == out_dtype
@@ -141,27 +127,29 @@ def test_products_on_a_gpu(dtype, adds, monkeypatch):
     monkeypatch.setattr(products, "_on_gpu", lambda x: True)
     monkeypatch.setattr(products, "_uses_half_product", lambda x: False)
     monkeypatch.setattr(products, "_adds_to_float32", lambda device: adds)
-    monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_on_a_gpu(dtype, adds, monkeypatch):
+    as_on_a_gpu(monkeypatch, dtype, adds)
+    monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
     x, grad = matrix(20, 33, dtype), matrix(20, 50, dtype, seed=1).float() * 1e-6
     scaled, factor = products.scaled_for_products(grad, dtype)
     assert scaled.dtype == dtype and (factor is None) == (dtype == torch.bfloat16)
     total = torch.full((50, 33), float("nan"))
-    products.add_product(total, scaled, x, factor, first=True)
-    wanted = grad.T.double() @ x.double()
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-2, atol=1e-7)
-    once = total.clone()
-    products.add_product(total, scaled, x, factor, first=False)
-    torch.testing.assert_close(total, 2 * once)
+    for times in (1, 2):
+        products.add_product(total, scaled, x, factor, first=times == 1)
+        wanted = times * grad.T.double() @ x.double()
+        torch.testing.assert_close(total.double(), wanted, rtol=1e-2, atol=1e-7)
 
 
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
 def test_unsupported_instructions_are_refused():
     given = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
-    with pytest.raises(RuntimeError, match="unit: must be fastest, tiles or vectors, got gpu"):
-        torch.ops.fastkd_cpp.half_product(*given, "gpu")
-    for unit in ("tiles", "vectors"):
-        if not has(unit):
-            with pytest.raises(RuntimeError, match="does not multiply bfloat16"):
-                torch.ops.fastkd_cpp.half_product(*given, unit)
+    words = {"gpu": "unit: must be fastest, tiles or vectors, got gpu"}
+    words |= {x: "does not multiply bfloat16" for x in ("tiles", "vectors") if not has(x)}
+    for unit, problem in words.items():
+        raises(problem, multiply, *given, unit, error=RuntimeError)

@@ -11,11 +11,13 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
-NO_TENSORS = ("promote_types",)
+NO_KERNEL = (*ALLOCATIONS, "promote_types")
 
 
 class Launches(list):
     """Names in launch order: fastkd's kernels by function, operations as "library.name"."""
+
+    paused = False
 
     def of_triton(self) -> list[str]:
         return [name for name in self if "." not in name]
@@ -25,11 +27,10 @@ class _CountOperations(TorchDispatchMode):
     def __init__(self, launches: Launches) -> None:
         super().__init__()
         self.launches = launches
-        self.paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not (self.paused or func.is_view or func._opname in ALLOCATIONS + NO_TENSORS):
+        if not (self.launches.paused or func.is_view or func._opname in NO_KERNEL):
             self.launches.append(str(func))
         return result
 
@@ -41,24 +42,19 @@ def count_launches() -> Iterator[Launches]:
     from triton.runtime.jit import JITFunction
 
     launches = Launches()
-    operations = _CountOperations(launches)
 
     def counted(run):
         def wrapper(self, *args, **kwargs):
-            if operations.paused:  # a kernel called from the launch of another
+            if launches.paused:  # a kernel called from the launch of another
                 return run(self, *args, **kwargs)
             launches.append(self.fn.__name__)
-            operations.paused = True  # the interpreter copies tensors with PyTorch
-            try:
+            with mock.patch.object(launches, "paused", True):  # the interpreter copies by PyTorch
                 return run(self, *args, **kwargs)
-            finally:
-                operations.paused = False
 
         return wrapper
 
-    with (
-        mock.patch.object(JITFunction, "run", counted(JITFunction.run)),
-        mock.patch.object(InterpretedFunction, "run", counted(InterpretedFunction.run)),
-        operations,
-    ):
+    with contextlib.ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(mock.patch.object(kind, "run", counted(kind.run)))
+        stack.enter_context(_CountOperations(launches))
         yield launches

@@ -14,19 +14,19 @@ from fastkd.kernels import cayley as kernels
 from tests.kernels.launches import count_launches
 from tests.support.compare import assert_accurate, raises
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EPS = torch.finfo(torch.float32).eps
 
 
-def skew_matrices(n, norms, device):
+def skew_matrices(n, *norms):
     """One of every spectral norm: (B, n, n)."""
-    raw = torch.randn(len(norms), n, n, device=device)
-    skew = raw - raw.mT
-    size = torch.linalg.matrix_norm(skew, 2).clamp(min=1e-30)
-    return skew * (torch.tensor(norms, device=device) / size)[:, None, None]
+    raw = torch.randn(len(norms), n, n)
+    size = torch.linalg.matrix_norm(raw - raw.mT, 2).clamp(min=1e-30)
+    return (raw - raw.mT) * (torch.tensor(norms) / size)[:, None, None]
 
 
 def identities(skew):
-    return torch.eye(skew.shape[-1], device=skew.device).expand_as(skew)
+    return torch.eye(skew.shape[-1]).expand_as(skew)
 
 
 def exact_inverse(skew):
@@ -35,19 +35,12 @@ def exact_inverse(skew):
 
 def relative_error(inverse, skew):
     exact = exact_inverse(skew)
-    size = torch.linalg.matrix_norm(exact)
-    return (torch.linalg.matrix_norm(inverse.double() - exact) / size).tolist()
+    return torch.linalg.matrix_norm(inverse.double() - exact) / torch.linalg.matrix_norm(exact)
 
 
-def orthogonality_error(inverse):
-    """‖WᵀW − I‖ with W = 2S − I, the largest of the batch."""
-    weight = 2 * inverse.double() - identities(inverse).double()
-    return torch.linalg.matrix_norm(weight.mT @ weight - identities(weight)).max().item()
-
-
-def assert_inverse(inverse, skew, norms):
-    for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
-        assert error <= EPS * (2 + norm / 4), (norm, error)
+def assert_inverse(inverse, skew, *norms):
+    error = relative_error(inverse, skew)
+    assert (error <= EPS * (2 + torch.tensor(norms) / 4)).all(), error
 
 
 COLD = [0.1, 30.0, 1000.0]
@@ -56,7 +49,7 @@ GUESSES = {
     **{f"{n} from the identity": (n, COLD, "identity", 40) for n in (1, 2, 17)},
     "several tiles from zeros": (33, [5.0], "zeros", 20),
     "near": (16, [0.1, 100.0, 1000.0], 0.003, 4),
-    "near, several tiles": (65, [2.0], 0.003, 4),
+    "near, several tiles": (33, [2.0], 0.003, 4),
     # A residual of a norm above one half starts again, unless its spectral norm is small.
     "too far": (16, [0.225], "identity", 9),
     "far in many directions": (40, [5.0], 0.3, 8),
@@ -64,124 +57,103 @@ GUESSES = {
 
 
 @pytest.mark.parametrize("name", GUESSES)
-def test_cold_and_near_guesses(device, name):
+def test_cold_and_near_guesses(name):
     n, norms, guess, most = GUESSES[name]
-    skew = skew_matrices(n, norms, device)
+    skew = skew_matrices(n, *norms)
     last = identities(skew) * (guess == "identity")
     if isinstance(guess, float):
         last = exact_inverse(skew).float()
-        skew = skew + skew_matrices(n, [guess] * len(norms), device)
+        skew = skew + skew_matrices(n, *[guess] * len(norms))
     inverse, products = kernels.refine(skew, [last], kernels.WARM_LAUNCHES)
     assert max(products.tolist()) <= most
-    assert_inverse(inverse, skew, norms)
-    assert orthogonality_error(inverse[:1]) <= 1e-6 * n**0.5
-    residual = identities(skew) - last + skew @ last
-    assert "far" not in name or torch.linalg.matrix_norm(residual).item() > 0.5
+    assert_inverse(inverse, skew, *norms)
 
 
 @pytest.mark.parametrize("wide", [1, 2])
-def test_unchanged_matrices_give_the_guess_back(device, wide, monkeypatch):
+def test_unchanged_matrices_give_the_guess_back(wide, monkeypatch):
     """Also with fast products in two tiles at once, as for large matrices on Hopper."""
     norms = [0.5, 40.0] if wide == 1 else [5.0]
-    skew = skew_matrices(17 * wide, norms, device)
+    skew = skew_matrices(17 * wide, *norms)
     tiles = kernels.blocks(len(skew[0]), skew.device) | {"WIDE": wide}
     monkeypatch.setattr(kernels, "blocks", lambda n, device: tiles)
     inverse = kernels.cayley_inverse(skew, [])
     again, products = kernels.refine(skew, [inverse], kernels.WARM_LAUNCHES)
-    assert_inverse(inverse, skew, norms)
+    assert_inverse(inverse, skew, *norms)
     assert torch.equal(again, inverse) and products.tolist() == [1] * len(norms)
 
 
-def test_the_size_before_padding_decides_on_the_single_program(device, monkeypatch):
-    skew = skew_matrices(31, [1000.0], device)
-    monkeypatch.setattr(kernels, "MANY_ROWS", 32)
-    assert_inverse(kernels.cayley_inverse(skew, [identities(skew)]), skew, [1000.0])
-
-
-def test_a_single_program_goes_on_in_the_same_way(device):
-    skew = skew_matrices(33, [5.0, 5.0], device)
+def test_a_single_program_goes_on_in_the_same_way(monkeypatch):
+    """The size before padding decides whether there is one."""
+    skew = skew_matrices(33, 5.0, 5.0)
     guess = torch.stack([identities(skew)[0], exact_inverse(skew[1] * 1.02).float()])
     many, one = (kernels.refine(skew, [guess], n) for n in (kernels.COLD_LAUNCHES, 3))
     assert many[0].isfinite().all() and all(map(torch.equal, many, one))
+    monkeypatch.setattr(kernels, "MANY_ROWS", 32)
+    skew = skew_matrices(31, 1000.0)
+    assert_inverse(kernels.cayley_inverse(skew, [identities(skew)]), skew, 1000.0)
 
 
-def test_any_guess_will_do(device):
-    skew = skew_matrices(16, [3.0] * 4, device)[:1].expand(4, -1, -1)
-    guess = 1e3 * torch.randn(4, 16, 16, device=device)
+def test_any_guess_will_do():
+    skew = skew_matrices(16, 3.0).expand(4, -1, -1)
+    guess = 1e3 * torch.randn(4, 16, 16)
     guess[1] = float("nan")
     guess[2, 3, 4] = float("inf")
     guess[3] = -identities(skew)[0]
     inverse = kernels.cayley_inverse(skew, [guess])
     assert relative_error(inverse, skew)[0] <= 3 * EPS
-    for other in inverse[1:]:
-        assert torch.equal(other, inverse[0])
+    assert all(torch.equal(other, inverse[0]) for other in inverse)
 
 
-def test_what_can_not_be_inverted_is_nan_and_alone(device):
-    skew = skew_matrices(5, [0.1, 0.1, 0.1, 1e12], device)
+def test_what_can_not_be_inverted_is_nan_and_alone():
+    skew = skew_matrices(5, 0.1, 0.1, 0.1, 1e12)
     alone = kernels.cayley_inverse(skew[:1], [identities(skew[:1])])
     skew[1, 2, 3] = float("nan")
     skew[2, 0, 1] = float("inf")
     inverse = kernels.cayley_inverse(skew, [identities(skew)])
-    assert torch.equal(inverse[:1], alone)
-    assert inverse[1:].isnan().all()
+    assert torch.equal(inverse[:1], alone) and inverse[1:].isnan().all()
 
 
 @pytest.mark.parametrize(("factor", "n"), [(1e-30, 33), (1e30, 16)])
-def test_gradients_of_any_size(device, factor, n):
-    skew = skew_matrices(n, [2.0], device).requires_grad_()
-    upstream = torch.randn(n, n, device=device).T
-    (found,) = torch.autograd.grad(cayley(skew, backend="triton")[0], skew, factor * upstream)
-    exact = skew.detach().double().requires_grad_()
-    (right,) = torch.autograd.grad(cayley_ref(exact)[0], exact, upstream.double())
-    assert_accurate(found.double() / factor, right, torch.float32)
-
-
-def test_a_gradient_of_nan_stays_in_its_matrix(device):
-    skew = skew_matrices(5, [2.0, 2.0], device).requires_grad_()
-    upstream = torch.ones(2, 5, 5, device=device)
+def test_gradients_of_any_size(factor, n):
+    """And of NaN, which stay in their matrix."""
+    skew = skew_matrices(n, *[2.0] * (1 + (n == 16))).requires_grad_()
+    upstream = torch.randn(n, n).T.repeat(len(skew), 1, 1)
     weight = cayley(skew, backend="triton")
-    (right,) = torch.autograd.grad(weight, skew, upstream, retain_graph=True)
-    upstream[0, 1, 2] = float("nan")
-    (found,) = torch.autograd.grad(weight, skew, upstream)
-    assert found[0].isnan().all()
-    assert torch.equal(found[1], right[1])
-
-
-def test_what_is_not_skew_is_right_or_nan(device):
-    matrices = torch.randn(2, 3, 3, device=device)
-    matrices *= torch.tensor([0.1, 10.0], device=device)[:, None, None]
-    results = cayley(matrices, backend="triton"), cayley_ref(matrices.double())
-    for actual, exact in zip(*results, strict=True):
-        if not actual.isnan().any():
-            torch.testing.assert_close(actual.double(), exact, rtol=1e-3, atol=1e-4)
+    (found,) = torch.autograd.grad(weight, skew, factor * upstream, retain_graph=True)
+    exact = skew.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(cayley_ref(exact), exact, upstream.double())
+    assert_accurate(found.double() / factor, right, torch.float32)
+    if n == 16:
+        upstream[0, 1, 2] = float("nan")
+        (other,) = torch.autograd.grad(weight, skew, factor * upstream)
+        assert other[0].isnan().all() and torch.equal(other[1], found[1])
 
 
 # OrthogonalProjection on this path
 
 
-def pair(in_dim, out_dim, device, layers=2):
-    """The same projection on both backends."""
-    by_products = OrthogonalProjection(in_dim, out_dim, layers, backend="triton").to(device)
+def projections(in_dim, out_dim):
+    """The same projection on both backends, and features."""
+    by_products, factorised = (
+        OrthogonalProjection(in_dim, out_dim, 1, backend=backend) for backend in ("triton", "torch")
+    )
     torch.nn.init.normal_(by_products.raw, std=0.3)
-    factorised = OrthogonalProjection(in_dim, out_dim, layers, backend="torch").to(device)
     factorised.load_state_dict(by_products.state_dict())
-    return by_products, factorised
+    return by_products, factorised, torch.randn(3, in_dim, requires_grad=True)
 
 
-def value_and_grads(module, x):
-    y = module(x)
-    return y, *torch.autograd.grad(y.cos().sum(), [x, module.raw])
+def assert_same(module, plain, x):
+    results = (
+        (y, *torch.autograd.grad(y.cos().sum(), [x, each.raw]))
+        for each in (module, plain)
+        for y in [each(x)]
+    )
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-6)
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
-
-
-def test_projection_backward_twice_and_after_the_next_forward(device):
-    module, _ = pair(4, 4, device, layers=1)
+def test_projection_backward_twice_and_after_the_next_forward():
+    module, _, x = projections(4, 4)
     for use in (module, lambda x: x @ module.weight):
-        x = torch.randn(3, 4, device=device)
         loss = use(x).cos().sum()
         first = torch.autograd.grad(loss, module.raw, retain_graph=True)
         with torch.no_grad():
@@ -212,40 +184,36 @@ def changes(module, plain, x):
     yield module, plain
 
 
-def test_projection_follows_its_parameter(device):
+def test_projection_follows_its_parameter():
     """The last inverse is a guess only; it is no part of a checkpoint or of a copy."""
-    x = torch.randn(3, 5, device=device, requires_grad=True)
-    for module, plain in changes(*pair(5, 7, device, layers=1), x):
-        assert_same(value_and_grads(module, x), value_and_grads(plain, x))
+    *pair, x = projections(5, 7)
+    for module, plain in changes(*pair, x):
+        assert_same(module, plain, x)
         assert list(module.state_dict()) == ["raw"] and not list(module.buffers())
         assert module.raw.dtype == module._last_inverse.dtype == torch.float32
-        assert_same(module.weight, plain.weight)
+        torch.testing.assert_close(module.weight, plain.weight, rtol=2e-5, atol=2e-6)
 
 
-def test_projection_compiles_as_one_graph(device):
-    module, factorised = pair(4, 4, device, layers=1)
-    x = torch.randn(2, 4, device=device, requires_grad=True)
+def test_projection_compiles_as_one_graph():
+    module, factorised, x = projections(4, 4)
     module(x)
     with torch.no_grad():
         for m in (module, factorised):
             m.raw.mul_(1.02)
     state = module._last_inverse.clone()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    y = compiled(x)
-    grads = torch.autograd.grad(y.cos().sum(), [x, module.raw])
-    assert_same((y, *grads), value_and_grads(factorised, x))
+    assert_same(torch.compile(module, fullgraph=True, backend="aot_eager"), factorised, x)
     skew = (module.raw.detach() - module.raw.detach().mT) / 2
     assert relative_error(state, skew)[0] > 1e-3
     assert relative_error(module._last_inverse, skew)[0] <= 3 * EPS
 
 
-def test_few_launches(device):
+def test_few_launches():
     """A step of one projection, and of both of the dual loss, whose inverses are one batch.
 
     Q and the guess are stored in parts before the rounds, and a single program ends them.
     """
-    x, y = torch.randn(3, 4, device=device), torch.randn(3, 6, device=device)
-    dual = DualProjectionLoss(4, 6, backend="triton").to(device)
+    x, y = torch.randn(3, 4), torch.randn(3, 6)
+    dual = DualProjectionLoss(4, 6, backend="triton")
     for step in (lambda: dual.student_projection(x).sum(), lambda: dual(x, y)):
         with count_launches() as launches:
             step().backward()

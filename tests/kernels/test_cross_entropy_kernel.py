@@ -12,6 +12,7 @@ from fastkd.lm.log_probs import log_probs_ref
 from fastkd.lm.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from tests.losses.soft_targets import cross_entropies
 from tests.support.compare import assert_accurate, assert_matches_reference, values_and_grads
+from tests.test_half_product import as_on_a_gpu
 
 pytest.importorskip("triton")
 
@@ -20,10 +21,11 @@ from fastkd.kernels.soft_targets import LONG
 from tests.kernels.launches import count_launches
 from tools.calls import of_tokens
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 INF = torch.inf
 
 
-def rows(V, kind="plain", device="cpu"):
+def rows(V, kind="plain"):
     """Logits, labels at both ends and between, and weights, of which one is 0."""
     labels = torch.tensor([0, V - 1, V // 2, V // 3, V - 1])
     weights = torch.tensor([0.5, 2.0, 0.0, 1.0, -1.5])
@@ -34,7 +36,7 @@ def rows(V, kind="plain", device="cpu"):
         logits, labels, weights = torch.randn(V).repeat(7, 1), torch.full((7,), 9), torch.ones(7)
         logits[0, 5] = logits[1, 9] = -INF
         logits[2], logits[3, 5], logits[4, 9], logits[5, 5] = -INF, INF, INF, torch.nan
-    return logits.to(device), labels.to(device), weights.to(device)
+    return logits, labels, weights
 
 
 @pytest.mark.parametrize("V", [33, LONG + 17])
@@ -43,9 +45,9 @@ def rows(V, kind="plain", device="cpu"):
     [("plain", 0.0, 0.0), ("plain", 0.2, 0.1), ("plain", 1.0, 0.0)]
     + [(kind, smoothing, 0.0) for kind in ("large", "infinite") for smoothing in (0.0, 0.3)],
 )
-def test_rows(device, V, kind, smoothing, z_loss):
+def test_rows(V, kind, smoothing, z_loss):
     """As in PyTorch: −inf is a probability of 0; NaN and inf affect their own row only."""
-    logits, labels, weights = rows(V, kind, device)
+    logits, labels, weights = rows(V, kind)
     exact, plain = (
         cross_entropies(x, labels, smoothing, z_loss, weights) for x in (logits.double(), logits)
     )
@@ -72,8 +74,8 @@ def test_rows(device, V, kind, smoothing, z_loss):
 
 @pytest.mark.parametrize("V", [1, 33, LONG + 16])
 @pytest.mark.parametrize("temperature", [1.0, 20.0])
-def test_log_totals_and_softmax(device, V, temperature):
-    logits, _, factors = rows(V, device=device)
+def test_log_totals_and_softmax(V, temperature):
+    logits, _, factors = rows(V)
     logits[4, : V - 1] = -INF
     total = kernels.log_totals(logits, temperature)
     exact = logits.double() / temperature
@@ -81,87 +83,69 @@ def test_log_totals_and_softmax(device, V, temperature):
     kernels.softmax_in_place(logits, total, factors, temperature)
     wanted = exact.softmax(-1) * factors[:, None]
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=1e-6)
-    nothing = torch.full((2, V), -INF, device=device)
+    nothing = torch.full((2, V), -INF)
     assert (kernels.log_totals(nothing, temperature) == -INF).all()
 
 
-def heads(device, R=6, D=8, V=40):
-    h, w, b = torch.randn(R, D), torch.randn(V, D), torch.randn(V)
-    labels = torch.randint(V, (R,))
+def heads():
+    labels = torch.randint(40, (6,))
     labels[1] = -100
-    return [x.to(device) for x in (h, w, b)], labels.to(device)
+    return [torch.randn(6, 8), torch.randn(40, 8), torch.randn(40)], labels
+
+
+def of_labels(h, w, *bias, function, **options):
+    """A head's loss of labels alone."""
+    return function(h, Head(w, *bias), h.detach(), w.detach(), soft_weight=0.0, **options)
+
+
+FUNCTIONS = linear_soft_target_loss, linear_soft_target_loss_ref
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_labels_in_half_precision(device, dtype, reduction):
+def test_labels_in_half_precision(dtype, reduction):
     """The kernel rounds a bfloat16 gradient for the products; float16 would underflow."""
-    (h, w, _), labels = heads(device)
-    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
-
-    def call(h, w, backend, function=linear_soft_target_loss, **options):
-        task = CrossEntropy(labels, 0.7, label_smoothing=0.1)
-        options |= {"soft_weight": 0.0, "task": task, "reduction": reduction}
-        return function(h, w, h.detach(), w.detach(), **options)
-
-    def reference(h, w, **options):
-        return call(h, w, "torch", linear_soft_target_loss_ref, **options)
-
-    learning = [h.to(dtype), w.to(dtype)]
-    assert_matches_reference(call, reference, "triton", learning, upstream=upstream)
+    (h, w, _), labels = heads()
+    options = {"task": CrossEntropy(labels, 0.7, label_smoothing=0.1), "reduction": reduction}
+    calls = (functools.partial(of_labels, function=each) for each in FUNCTIONS)
+    learning, upstream = [h.to(dtype), w.to(dtype)], torch.rand(6) if reduction == "none" else 3.0
+    assert_matches_reference(*calls, "triton", learning, upstream=upstream, **options)
 
 
-def test_products_on_a_gpu_take_the_rounded_gradient(device, monkeypatch):
-    """With CUDA's form of mm, which gives float32, written for any device."""
-    given, multiply = [], torch.matmul
+def test_products_on_a_gpu_take_the_rounded_gradient(monkeypatch):
+    as_on_a_gpu(monkeypatch, torch.bfloat16, adds=False)
+    given, scaled = [], products.scaled_for_products
 
-    def mm(a, b, *, out_dtype, out=None):
-        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
-        return multiply(a.float(), b.float(), out=out)
-
-    def scaled(grad, dtype):
+    def noted(grad, dtype):
         given.append(grad.dtype)
-        return products.scaled_for_products(grad, dtype)
+        return scaled(grad, dtype)
 
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(products, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(products, "_adds_to_float32", lambda device: False)
-    monkeypatch.setattr(linear_soft_targets, "scaled_for_products", scaled)
-    (h, w, b), labels = heads(device)
-    h, w, b = (x.bfloat16().requires_grad_() for x in (h, w, b))
-    task = CrossEntropy(labels)
-    options = {"soft_weight": 0.0, "task": task, "backend": "triton", "chunk_bytes": 3 * 40 * 6}
-    for bias, dtype in ((None, torch.bfloat16), (b, torch.float32)):
-        learning = [h, w] if bias is None else [h, w, bias]
-        loss = linear_soft_target_loss(h, Head(w, bias), h.detach(), w.detach(), **options)
-        found = torch.autograd.grad(loss, learning)
-        wide = [x.detach().double().requires_grad_() for x in learning]
-        exact = linear_soft_target_loss_ref(
-            wide[0], Head(*wide[1:]), wide[0].detach(), wide[1].detach(),
-            soft_weight=0.0, task=task,
-        )  # fmt: skip
+    monkeypatch.setattr(linear_soft_targets, "scaled_for_products", noted)
+    learning, labels = heads()
+    chunked, exact = (
+        functools.partial(of_labels, function=each, task=CrossEntropy(labels)) for each in FUNCTIONS
+    )
+    for count, dtype in ((2, torch.bfloat16), (3, torch.float32)):
+        halves = [x.bfloat16() for x in learning[:count]]
+        found = values_and_grads(chunked, halves, backend="triton", chunk_bytes=3 * 40 * 6)
+        right = values_and_grads(exact, [x.double() for x in halves])
         assert given == [dtype] * 2
         given.clear()
-        for x, y in zip(found, torch.autograd.grad(exact, wide), strict=True):
+        for x, y in zip(found[1:], right[1:], strict=True):
             assert_accurate(x, y, torch.bfloat16)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_log_probs(device, softcap, temperature):
-    learning, _ = heads(device)
-    ids = torch.randint(40, (6, 4), device=device)
+def test_log_probs(softcap, temperature):
+    learning, _ = heads()
+    ids = torch.randint(40, (6, 4))
     ids[:, 1] = ids[:, 0]  # a gradient twice
 
-    def call(function, h, w, b, **options):
+    def call(h, w, b, function=log_probs_ref, **options):
         return function(h, Head(w, b, 0.5, softcap), ids, temperature=temperature, **options)
 
-    exact = functools.partial(call, log_probs_ref)
-    right = values_and_grads(exact, [x.double() for x in learning])
-    chunked = functools.partial(call, of_tokens, chunk_bytes=4 * 40 * 4)
+    chunked = functools.partial(call, function=of_tokens, chunk_bytes=4 * 40 * 4)
     with count_launches() as launches:
-        found = values_and_grads(functools.partial(chunked, backend="triton"), learning)
+        assert_matches_reference(chunked, call, "triton", learning)
     assert launches.of_triton() == ["cross_entropy_kernel"] * 4
-    plain = values_and_grads(functools.partial(chunked, backend="torch"), learning)
-    for x, y, reference in zip(found, right, plain, strict=True):
-        assert_accurate(x, y, torch.float32, reference)

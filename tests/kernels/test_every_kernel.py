@@ -1,5 +1,6 @@
 """What only kernels have: few launches of a step, edges of their blocks, and their launchers."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -53,7 +54,7 @@ def steps() -> Iterator[Step]:
         yield fastkd.soft_target_loss, given, {}, TOP_K, 20, 0
     pair, names = (learning(5, 40), learning(5, 40)), ["layer_norm_mse_kernel", *HIDDEN[2:]]
     yield fastkd.layer_norm_mse, pair, {}, names, 8, 0
-    for heads, (layers, times) in itertools.product(("match", "mean"), ((1, 1), (8, 1), (9, 2))):
+    for heads, layers, times in (("match", 1, 1), ("mean", 1, 1), ("match", 8, 1), ("mean", 9, 2)):
         sides = ([new(2, 3, 7, 7) for _ in range(layers)] for new in (learning, torch.randn))
         given, most = (*sides, torch.ones(2, 7).bool()), 13 if layers == 1 else 100
         module = fastkd.AttentionLoss(heads, backend="triton")
@@ -64,15 +65,15 @@ def steps() -> Iterator[Step]:
 
 def contrasts(batch: int, own: int, labelled: int) -> Iterator[Step]:
     """COS-NCE in a batch, with labels, and with negatives that are given."""
-    sides = [new(batch, 3, 8) for new in (learning, torch.randn)]
-    labels, bank = {"labels": torch.arange(batch)}, {"negatives": torch.randn(5, 3, 8)}
+    sides = [new(batch, 2, 8) for new in (learning, torch.randn)]
+    labels, bank = {"labels": torch.arange(batch)}, {"negatives": torch.randn(5, 2, 8)}
     both = bank | labels | {"negatives_labels": torch.arange(5)}
-    mask = {"mask": torch.ones(batch, 3).bool()}
+    mask = {"mask": torch.ones(batch, 2).bool()}
     for options, count in (
         ({}, own),
         (labels, labelled),
         (bank, 6),
-        (bank | {"negatives_mask": torch.ones(5, 3).bool()}, 6),
+        (bank | {"negatives_mask": torch.ones(5, 2).bool()}, 6),
         (both, 6),
         ({"reduction": "sum"}, own - (batch <= 32)),
     ):
@@ -94,41 +95,33 @@ def test_few_launches(device):
         assert len(launches) <= most + looks * (device.type == "cpu"), name
 
 
-def check(name: str, *given: torch.Tensor, **options: object) -> None:
-    functions = getattr(fastkd, name), getattr(functional, f"{name}_ref")
-    assert_matches_reference(*functions, "triton", *given, **options)
-
-
-@pytest.mark.parametrize(("N", "dtype"), [(16, torch.bfloat16), (130, torch.float32)])
-def test_block_edges_of_attention(N, dtype):
-    student, *teachers = (torch.randn(2, heads, N, N).to(dtype) for heads in (2, 2, 3))
-    mask = torch.arange(N) < torch.tensor([[N], [N // 2]])
-    for teacher, heads in zip(teachers, ("match", "mean"), strict=True):
-        check("attention_loss", student, teacher, mask, heads=heads)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("D", "dtype"), [(64, torch.bfloat16), (1030, torch.float32)])
-def test_block_edges_of_hidden_states(kind, D, dtype):
-    pair = torch.randn(2, 3, 5, D, dtype=torch.float64).to(dtype)
+def block_edges() -> Iterator[tuple[str, tuple, dict]]:
+    for N, dtype in ((16, torch.bfloat16), (130, torch.float32)):
+        student, *teachers = (torch.randn(2, heads, N, N).to(dtype) for heads in (2, 2, 3))
+        mask = torch.arange(N) < torch.tensor([[N], [N // 2]])
+        for teacher, heads in zip(teachers, ("match", "mean"), strict=True):
+            yield "attention_loss", (student, teacher, mask), {"heads": heads}
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
-    check("hidden_state_loss", *pair, mask, kind=kind)
+    for kind, (D, dtype) in itertools.product(KINDS, ((64, torch.bfloat16), (1030, torch.float32))):
+        yield "hidden_state_loss", (*torch.randn(2, 3, 5, D).to(dtype), mask), {"kind": kind}
+    for columns in (1, 17, 129, 1025, 8193, MOST_COLUMNS):
+        yield "layer_norm_mse", ([*torch.randn(2, 3 if columns < 1000 else 2, columns)],), {}
+    # 33 samples have one label, so nothing is compared.
+    for shape in ((16, 2, 128), (17, 1, 129), (33, 2, 65), (129, 1, 16)):
+        pair, rows = torch.randn(2, *shape) + 0.5, torch.randn(shape[:2])
+        labels = torch.randint(0, 4 if shape[0] != 33 else 1, shape[:1])
+        options = {"mask": torch.rand(shape[:2]) > 0.3, "labels": labels}
+        yield "cos_nce_loss", (*pair,), options | {"reduction": "none", "upstream": rows}
+        yield "cos_nce_loss", (*pair.bfloat16(),), options | {"weights": rows}
 
 
-@pytest.mark.parametrize("columns", [1, 17, 129, 1025, 8193, MOST_COLUMNS])
-def test_block_edges_of_layer_norm(columns):
-    pair = torch.randn(2, 3 if columns < 1000 else 2, columns)
-    check("layer_norm_mse", [*pair])
-
-
-@pytest.mark.parametrize("shape", [(16, 2, 128), (17, 1, 129), (33, 2, 65), (129, 1, 16)], ids=str)
-def test_block_edges_of_contrasts(shape):
-    """33 samples have one label, so nothing is compared."""
-    pair = torch.randn(2, *shape) + 0.5
-    labels = torch.randint(0, 4 if shape[0] != 33 else 1, shape[:1])
-    options = {"mask": torch.rand(shape[:2]) > 0.3, "labels": labels}
-    check("cos_nce_loss", *pair, reduction="none", upstream=torch.randn(shape[:2]), **options)
-    check("cos_nce_loss", *pair.bfloat16(), weights=torch.randn(shape[:2]), **options)
+@pytest.mark.parametrize(
+    "name", ["attention_loss", "hidden_state_loss", "layer_norm_mse", "cos_nce_loss"]
+)
+def test_block_edges(name):
+    functions = getattr(fastkd, name), getattr(functional, f"{name}_ref")
+    for _, given, options in (x for x in block_edges() if x[0] == name):
+        assert_matches_reference(*functions, "triton", *given, **options)
 
 
 def test_rows_too_wide_say_so():
@@ -139,52 +132,39 @@ def test_rows_too_wide_say_so():
 
 def test_a_row_far_from_zero_changes_no_other_of_its_block():
     """Only rows that need it are computed again; other rows keep their bits."""
-    x, y = torch.randn(2, 8, 64)
-    gradients = []
+    gradients, (x, y) = [], torch.randn(2, 8, 64)
     for far in (0.0, 1e6):
         moved = x + 300
         moved[3] += far
-        moved.requires_grad_()
-        fastkd.layer_norm_mse(moved, y, reduction="sum", backend="triton").backward()
-        gradients.append(moved.grad)
-    others = torch.arange(8) != 3
-    assert torch.equal(gradients[0][others], gradients[1][others])
+        fastkd.layer_norm_mse(
+            moved.requires_grad_(), y, reduction="sum", backend="triton"
+        ).backward()
+        gradients.append(moved.grad[torch.arange(8) != 3])
+    assert torch.equal(*gradients)
 
 
 # Launchers
 
 
-def test_tensors_are_aligned():
+def test_tensors_are_aligned_and_sizes_rounded_as_triton_does():
     x = torch.arange(8.0)
     assert aligned(x) is x and aligned(3) == 3
     for moved in (aligned(x[1:]), *aligned([x[1:], x[1:]])):
-        assert moved.data_ptr() % 16 == 0
-        assert moved.equal(x[1:])
-
-
-def test_sizes_are_rounded_as_triton_does():
-    for n in (1, 2, 3, 16, 17, 1000, 2**31 + 1):
+        assert moved.data_ptr() % 16 == 0 and moved.equal(x[1:])
+    for n, size in itertools.product((1, 2, 3, 16, 17, 1000, 2**31 + 1), (1, 7, 16)):
         assert next_power_of_2(n) == triton.next_power_of_2(n)
-        for size in (1, 7, 16):
-            assert cdiv(n, size) == triton.cdiv(n, size)
-    assert cdiv(0, 16) == 0
+        assert cdiv(n, size) == triton.cdiv(n, size) and cdiv(0, size) == 0
 
 
-SAVING = {
-    "attention": (fastkd.attention_loss, (2, 3, 40, 40), {}),
-    **{x: (fastkd.hidden_state_loss, (10, 300), {"kind": x}) for x in KINDS},
-}
-
-
-@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_only_the_gradient_is_saved_for_the_backward_pass(name, dtype):
+def test_only_the_gradient_is_saved_for_the_backward_pass(kind, dtype):
     """float16 can't hold it before the loss scale is multiplied in."""
-    loss, shape, options = SAVING[name]
-    student, teacher = torch.rand(2, *shape, dtype=dtype).unbind()
+    loss = functools.partial(fastkd.hidden_state_loss, kind=kind) if kind else fastkd.attention_loss
+    student, teacher = torch.rand(2, *((10, 300) if kind else (2, 3, 40, 40)), dtype=dtype)
     own, kept = {x.data_ptr() for x in (student, teacher)}, []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        loss(student.detach().requires_grad_(), teacher, backend="triton", **options)
-        loss(student, teacher, backend="triton", **options)
+        loss(student.detach().requires_grad_(), teacher, backend="triton")
+        loss(student, teacher, backend="triton")
     gradients = [x for x in kept if x.data_ptr() not in own]
     assert [x.numel() for x in gradients] == [student.numel()] * (dtype == torch.bfloat16)

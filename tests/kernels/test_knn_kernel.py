@@ -18,10 +18,13 @@ from tests.losses.knn import nearest
 from tests.support.compare import assert_accurate, assert_matches_reference, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
+in_the_interpreter = pytest.mark.skipif(
+    not triton_interpreted(), reason="only the interpreter calls what a test puts in its place"
+)
 # Constants from which on the kernels sort the bank, divide it among programs, or the features.
 SORTED = {"ROWS_TO_SORT": 1, "BANK_TO_SORT": 1}
-ONE_PROGRAM = {"PROGRAMS": 1}
-TWO_PARTS = ONE_PROGRAM | {"ROWS_AT_ONCE": 32}
+PARTS = SORTED | {"PROGRAMS": 2}
+TWO_PARTS = {"PROGRAMS": 1, "ROWS_AT_ONCE": 32}
 
 
 def batch(rows, bank, features, classes, dtype=torch.float64, mean=0.0):
@@ -55,12 +58,9 @@ def in_form(**forms):
     return pytest.mark.parametrize("form", forms.values(), ids=forms, indirect=True)
 
 
-PARTS = SORTED | {"PROGRAMS": 2}
-
-
 @pytest.mark.parametrize(
     ("form", "rows", "bank", "size"),
-    [({}, 65, 66, 129), (PARTS, 2, 127, 17), (PARTS, 33, 128, 32)],
+    [({}, 33, 66, 33), (PARTS, 2, 127, 17), (PARTS, 33, 64, 32)],
     indirect=["form"],
 )
 def test_block_edges(form, rows, bank, size):
@@ -81,42 +81,6 @@ def test_near_duplicates(form):
     centres = 30 * torch.randn(4, 64, dtype=torch.float64)
     near = (centres[torch.arange(len(x)) % 4] + 1e-4 * x for x in (student, teacher))
     check_against_loop(*(x.float() for x in near), *labels, k=3)
-
-
-@in_form(sorted=SORTED)
-def test_labels_of_one_class_leave_work_for_all_programs(form, monkeypatch):
-    """The bank rows of one tile are divided among programs, not the whole bank."""
-    student, teacher, *_ = batch(5, 400, 4, 1, dtype=torch.float32)
-    labels = torch.full((5,), 7), torch.arange(400) // 40
-    check("triton", student, teacher, *labels, k=3)
-    (scores,) = searched(monkeypatch, student, teacher, *labels)
-    busy = scores.view(torch.float32)[:, :, 0].isfinite().any(2).any(0)  # of the splits
-    assert busy.sum() == -(-40 // kernels.sorted_blocks(4, False, 9)["BLOCK_M"])
-
-
-def searched(monkeypatch, *given):
-    """What the search of a call finds."""
-    found, search = [], kernels._search
-
-    def kept(*arguments):
-        found.append(search(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(kernels, "_search", kept)
-    knn_feature_loss(*given, backend="triton")
-    return found
-
-
-@in_form(one=ONE_PROGRAM)
-@pytest.mark.parametrize("rows", [1, 64])
-def test_few_rows_start_no_sort(form, rows):
-    student, teacher, *labels = batch(rows, kernels.BANK_TO_SORT, 4, 2, dtype=torch.float32)
-    for options in ({}, {"tolerance": 1}):
-        with count_launches() as launches:
-            knn_feature_loss(student, teacher, *labels, backend="triton", **options)
-        assert not [name for name in launches if "sort" in name], launches
-        names = ["knn_search_kernel", "knn_settle_kernel", "reduce_kernel"]
-        assert launches.of_triton() == names
 
 
 @in_form(sorted=TWO_PARTS | SORTED, unsorted=TWO_PARTS)
@@ -145,21 +109,21 @@ def cut_products(self, a, b, d, *_):
     return TensorHandle(total.astype(np.float32), d.dtype.scalar)
 
 
-@in_form(one=SORTED | ONE_PROGRAM)
+@in_the_interpreter
+@in_form(one=SORTED | {"PROGRAMS": 1})
 def test_a_neighbour_whose_products_are_cut(form, monkeypatch):
     """All but one product of the nearest row are too small for the sum; other rows have none."""
-    if not triton_interpreted():
-        pytest.skip("the products of the interpreter are replaced")
     monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_products)
     student = torch.full((1, 256), 2.0**-6)
     teacher = torch.zeros(100, 256)
     teacher[87] = student * (1 - 2.0**-8)
     student[:, 0] = teacher[:, 0] = 64
+    kept, search = [], kernels._search
+    monkeypatch.setattr(kernels, "_search", lambda *x: kept.append(search(*x)) or kept[-1])
     for dtype in (torch.float16, torch.bfloat16):
         given = student.to(dtype), teacher.to(dtype), torch.zeros(1), torch.zeros(100)
         check_against_loop(*given, k=1)
-    (kept,) = searched(monkeypatch, *given)
-    assert 87 not in kept[:, :, 2]  # first of no bucket
+        assert 87 not in kept[-1][:, :, 2]  # first of no bucket
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,49 +137,47 @@ def test_a_nan_behind_rows_that_overflow(dtype):
     assert losses[1] == torch.inf
 
 
-def test_ordinary_rows_are_proven_without_a_second_look(monkeypatch):
-    if not triton_interpreted():
-        pytest.skip("only the interpreter calls what a test puts in a function's place")
-
-    def second_look(*arguments):
-        raise AssertionError("a second look")
-
-    monkeypatch.setattr(kernels, "_insert_exact", second_look)
-    for dtype, k in ((torch.float32, 8), (torch.bfloat16, 1)):
-        knn_feature_loss(*batch(8, 100, 64, 2, dtype=dtype, mean=0.5), k=k, backend="triton")
-    student, teacher, *labels = batch(8, 100, 64, 2)
-    near = (30 + 1e-4 * x for x in (student, teacher))  # by less than rounding error
-    with pytest.raises(Exception, match="a second look"):
-        knn_feature_loss(*(x.float() for x in near), *labels, k=1, backend="triton")
-
-
+@in_the_interpreter
 @in_form(four=SORTED | {"PROGRAMS": 4})
-def test_rows_of_one_direction_need_few_exact_comparisons(form, monkeypatch):
-    """A mean cosine of .99, as of a language model: rounding decides between few rows."""
-    if not triton_interpreted():
-        pytest.skip("only the interpreter calls what a test puts in a function's place")
-    distances, compared = kernels._distances, []
+def test_few_exact_comparisons(form, monkeypatch):
+    """Ordinary rows are proven without a second look, rows that differ by rounding aren't.
+
+    At a mean cosine of .99, as of a language model, rounding decides between few rows.
+    """
+    distances, insert, compared, looks = kernels._distances, kernels._insert_exact, [], []
 
     def counted(s_ptr, t_ptr, rows, mask, *rest):
         compared.append(int(mask.handle.data.sum()))
         return distances(s_ptr, t_ptr, rows, mask, *rest)
 
     monkeypatch.setattr(kernels, "_distances", counted)
-    student, teacher, *labels = batch(2, 2048, 768, 1, dtype=torch.bfloat16, mean=99**0.5)
-    knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
-    assert sum(compared) <= 64 * len(student)
+    monkeypatch.setattr(kernels, "_insert_exact", lambda *x: looks.append(x) or insert(*x))
+    for dtype, k in ((torch.float32, 8), (torch.bfloat16, 1)):
+        knn_feature_loss(*batch(8, 100, 64, 2, dtype=dtype, mean=0.5), k=k, backend="triton")
+    assert not looks
+    student, teacher, *labels = batch(8, 100, 64, 2)
+    near = (30 + 1e-4 * x for x in (student, teacher))
+    knn_feature_loss(*(x.float() for x in near), *labels, k=1, backend="triton")
+    assert looks
+    compared.clear()
+    given = batch(2, 2048, 768, 1, dtype=torch.bfloat16, mean=99**0.5)
+    knn_feature_loss(*given, k=4, backend="triton")
+    assert sum(compared) <= 64 * 2
 
 
-@in_form(plain={}, sorted={"BANK_TO_SORT": 1}, split={"BANK_TO_SORT": 1, "FEATURES_TO_SPLIT": 1})
-def test_launches(form):
+@in_form(few_rows={"ROWS_TO_SORT": 7, "BANK_TO_SORT": 40}, split={"FEATURES_TO_SPLIT": 1})
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 8), ({"reduction": "mean"}, 8), ({"tolerance": 1}, 40)]
+)
+def test_launches(form, options, most):
+    """Few rows don't start a sort."""
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
-    student.requires_grad_()
-    for reduction in ("sum", "mean"):
-        student.grad = None
-        with count_launches() as launches:
-            loss = knn_feature_loss(
-                student, teacher, *labels, k=3, reduction=reduction, backend="triton"
-            )
-            loss.backward()
-        assert len(launches) <= 8, launches
-        assert len(launches.of_triton()) == 4 + (kernels.FEATURES_TO_SPLIT == 1), launches
+    with count_launches() as launches:
+        loss = knn_feature_loss(
+            student.requires_grad_(), teacher, *labels, k=3, backend="triton", **options
+        )
+        loss.backward()
+    names = ["knn_search_kernel", "knn_settle_kernel", "reduce_kernel", "knn_gradient_kernel"]
+    split = ["knn_product_kernel"] * (kernels.FEATURES_TO_SPLIT == 1)
+    assert launches.of_triton() == split + names and len(launches) <= most, launches
+    assert not [name for name in launches if "sort" in name], launches

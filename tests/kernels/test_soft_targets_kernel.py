@@ -13,17 +13,15 @@ from fastkd.lm.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import (
-    assert_accurate,
-    assert_matches_reference,
-    every_two_meet,
-    value_and_grad,
-)
+from tests.support.compare import assert_accurate, assert_matches_reference, every_two_meet
 
 pytest.importorskip("triton")
 
 from fastkd.kernels import soft_targets as kernels
 from tests.kernels.launches import count_launches
+
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
+FUNCTIONS = soft_target_loss, soft_target_loss_ref
 
 
 @pytest.mark.parametrize(
@@ -34,27 +32,28 @@ from tests.kernels.launches import count_launches
         [torch.float32, torch.bfloat16],
     ),
 )
-def test_block_edges(device, divergence, V, dtype):
-    student, teacher = (2 * torch.randn(2, 3, V, device=device)).to(dtype)
-    mask, functions = torch.tensor([1, 0, 1]), (soft_target_loss, soft_target_loss_ref)
-    options = {"divergence": divergence, "mask": mask.to(device), "temperature": 1.7}
-    assert_matches_reference(*functions, "triton", student, teacher, gradient_floor=1e-5, **options)
-    log_probs, ids = teacher.float().log_softmax(-1).topk(min(V, 40))
-    top = fastkd.TopK(ids, log_probs, "bucket" if V % 4 else "renormalise")
-    assert_matches_reference(*functions, "triton", student, top, gradient_floor=1e-5, **options)
+def test_block_edges(divergence, V, dtype):
+    student, teacher = (2 * torch.randn(2, 3, V)).to(dtype)
+    options = {"divergence": divergence, "mask": torch.tensor([1, 0, 1]), "temperature": 1.7}
+    log_probs, ids = teacher.float().log_softmax(-1).topk(40)
+    top = fastkd.TopK(ids, log_probs, "bucket" if V == 129 else "renormalise")
+    for other in (teacher, top):
+        assert_matches_reference(
+            *FUNCTIONS, "triton", student, other, gradient_floor=1e-5, **options
+        )
 
 
 @pytest.mark.parametrize("form", ["mean", "rows", "labels"])
-def test_few_passes_over_a_chunk_of_logits(device, form):
+def test_few_passes_over_a_chunk_of_logits(form):
     """Two products make the logits, a kernel turns them into the gradient, two products more.
 
     Of labels alone one makes them. Single rows wait for their upstream gradient.
     """
-    hidden, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (6, 40))
-    teacher = torch.randn(6, 8, device=device), torch.randn(40, 8, device=device)
+    hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (6, 40))
+    teacher = torch.randn(6, 8), torch.randn(40, 8)
     options, again = {"chunk_bytes": 3 * 40 * 8}, 2 * (form == "rows")
     if form == "labels":
-        task = fastkd.CrossEntropy(torch.arange(6, device=device), 0.5)
+        task = fastkd.CrossEntropy(torch.arange(6), 0.5)
         options = {"soft_weight": 0.0, "task": task, "chunk_bytes": 3 * 40 * 4}
     with count_launches() as launches:
         loss = linear_soft_target_loss(
@@ -70,7 +69,7 @@ def test_few_passes_over_a_chunk_of_logits(device, form):
     # on a GPU, where Python doesn't read which labels count.
     others = [name for name in launches if name.startswith("aten.") and name not in products]
     assert others.count("aten.copy_.default") == again + 2 * 2, launches
-    assert len(others) <= (30 if device.type == "cuda" and form == "labels" else 22), others
+    assert len(others) <= (30 if hidden.is_cuda and form == "labels" else 22), others
 
 
 OTHERS = [fastkd.Divergence(name) for name in NAMES if name not in DIVERGENCES]
@@ -79,67 +78,40 @@ OTHERS = [fastkd.Divergence(name) for name in NAMES if name not in DIVERGENCES]
 @pytest.mark.parametrize(
     "divergence", [*DIVERGENCES, *OTHERS, fastkd.Divergence("js", beta=0.2)], ids=str
 )
-def test_long_rows(device, divergence):
+def test_long_rows(divergence):
     """Two blocks of a row, each read in both directions, and a row of NaN that is masked."""
-    student, teacher = 3 * torch.randn(2, 3, kernels.LONG + 17, device=device)
+    student, teacher = 3 * torch.randn(2, 3, kernels.LONG + 17)
     student[:, -2] = teacher[:, -2] = -math.inf
     student[1] = math.nan
-    mask = torch.tensor([True, False, True], device=device)
-    options = {"divergence": divergence, "mask": mask, "upstream": -2.5}
-    found = value_and_grad(soft_target_loss, student, teacher, backend="triton", **options)
-    right = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
-    plain = value_and_grad(soft_target_loss_ref, student, teacher, **options)
-    for x, exact, reference in zip(found, right, plain, strict=True):
-        assert_accurate(x, exact, torch.float32, reference)
+    options = {"divergence": divergence, "mask": torch.tensor([True, False, True])}
+    assert_matches_reference(*FUNCTIONS, "triton", student, teacher, upstream=-2.5, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adaptive_heads_far_from_the_mean(device, monkeypatch, dtype):
+def test_adaptive_heads_far_from_the_mean(monkeypatch, dtype):
     """The end is guessed around the mean; here it is the first token, in the tail, or a tie.
 
     A program has several rows, one of them masked.
     """
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     V = 1030
-    teacher = torch.randn(6, V, device=device) / 8
+    teacher = torch.randn(6, V) / 8
     teacher[0, 500] += 9  # more than half of the mass
     teacher[1, 500] += 6.5  # less, with nothing between it and the tail
     teacher[2, ::3] = teacher[2].amax() + 1  # equal logits hold more than half
     teacher[3, :20], teacher[4, :515] = -60, torch.linspace(0.0, -0.0, 515)
-    student, teacher = torch.randn(6, V, device=device).to(dtype), teacher.to(dtype)
-    mask = torch.tensor([1, 1, 1, 1, 1, 0], device=device)
+    student, teacher = torch.randn(6, V).to(dtype), teacher.to(dtype)
+    mask = torch.tensor([1, 1, 1, 1, 1, 0])
     options = {"divergence": "adaptive_kl", "reduction": "none", "mask": mask}
     value = soft_target_loss(student, teacher, backend="triton", **options)
     right = soft_target_loss_ref(student.double(), teacher.double(), **options)
     assert_accurate(value, right, torch.float32)
 
 
-@pytest.mark.parametrize("data", ["normal 1", "normal 2", "normal 3", "zipf 1", "zipf 2"])
-def test_few_tokens_are_listed_near_the_end_of_a_head(device, monkeypatch, data):
-    """A tenth, where the mean of the mass may lie far from its median."""
-    kind, size = data.split()
-    rows, V, lists = 2, 32768, []
-    teacher = float(size) * torch.randn(rows, V, device=device)
-    if kind == "zipf":
-        ranks = torch.rand(rows, V, device=device).argsort(1) + 1
-        teacher = -float(size) * ranks.log()
-    launch = kernels.launch_kernel
-
-    def filled(kernel, grid, *values, **options):
-        if kernel is kernels.adaptive_kl_kernel:
-            lists.append(values[7].fill_(-1))
-        launch(kernel, grid, *values, **options)
-
-    monkeypatch.setattr(kernels, "launch_kernel", filled)
-    student, teacher = torch.randn(rows, V, device=device).bfloat16(), teacher.bfloat16()
-    soft_target_loss(student, teacher, divergence="adaptive_kl", backend="triton")
-    assert 0 < (lists[0] != -1).sum() <= 0.1 * teacher.numel()
-
-
 @pytest.mark.parametrize(("raised", "tolerance"), [(8.0, 5e-6), (2.0, 5e-6), (0.01, 1e-3)])
-def test_adaptive_kl_of_close_distributions(device, raised, tolerance):
+def test_adaptive_kl_of_close_distributions(raised, tolerance):
     """One word of 1030 differs: the KL is far smaller than the shift of the maximum in it."""
-    teacher = torch.zeros(1, 1030, device=device)
+    teacher = torch.zeros(1, 1030)
     student = teacher.clone()
     student[0, 700] += raised
     value = soft_target_loss(student, teacher, divergence="adaptive_kl", backend="triton")
