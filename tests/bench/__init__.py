@@ -1,8 +1,18 @@
-"""A tiny benchmark case."""
+"""A tiny benchmark case, and pages in a folder."""
 
 import torch
 
+from bench import report
 from bench.case import Case, Provider, call
+
+
+def write_pages_to(folder, monkeypatch):
+    """Let `bench.report` read results there, and fill two pages there."""
+    for name in ("RESULTS", "PICTURES", "README", "PAGE"):
+        monkeypatch.setattr(report, name, folder / name)
+    (folder / "RESULTS").mkdir()
+    for name in ("README", "PAGE"):
+        (folder / name).write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
 
 
 def make(*, device, dtype, n):

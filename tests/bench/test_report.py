@@ -5,7 +5,10 @@ import json
 import pytest
 
 from bench import report, suite
+from tests.bench import write_pages_to
 from tests.support.compare import raises
+
+MEASURED = "knn", "heads", "step"
 
 
 def benchmark(case, provider, seconds, ratio=None, **more):
@@ -21,15 +24,13 @@ def benchmark(case, provider, seconds, ratio=None, **more):
 
 
 def result_file(name="somewhere", threads=2, **machine):
-    """Results of the cpu set without COS-NCE, with distinct figures."""
+    """Results of some losses' cpu set, with distinct figures."""
     found = []
-    for case in suite.cases(["cpu"]):
-        if case.loss != "contrastive":
-            own = "fastkd" if case.loss == "heads" else "fastkd cpp"
-            own = "FCD" if case.loss == "step" else own
-            found.append(benchmark(case, "reference", 8.25e-3, 1.0, peak_bytes=2**22))
-            found.append(benchmark(case, own, 2.75e-3, 1 / 3))
-            found.append(benchmark(case, "torch.compile", 5.5e-3, 2 / 3))
+    for case in suite.cases(["cpu"], MEASURED):
+        own = {"heads": "fastkd", "step": "FCD"}.get(case.loss, "fastkd cpp")
+        found.append(benchmark(case, "reference", 8.25e-3, 1.0, peak_bytes=2**22))
+        found.append(benchmark(case, own, 2.75e-3, 1 / 3))
+        found.append(benchmark(case, "torch.compile", 5.5e-3, 2 / 3))
     known = suite.cases(["cpu"], ["knn"])[0]
     found.append(benchmark(known, "pykeops", 11e-3, 4 / 3))
     described = {"name": name, "cpu": "A CPU", "threads": threads, "versions": {"torch": "2.13.0"}}
@@ -42,16 +43,11 @@ def result_file(name="somewhere", threads=2, **machine):
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     """Writes result files and returns README's and the page's text."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "PICTURES", tmp_path / "pictures")
-    (tmp_path / "results").mkdir()
-    for name in ("README", "PAGE"):
-        monkeypatch.setattr(report, name, tmp_path / name)
-        (tmp_path / name).write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    write_pages_to(tmp_path, monkeypatch)
 
     def write(*results):
         for result in results:
-            path = tmp_path / "results" / f"{result['machine_info']['name']}.json"
+            path = tmp_path / "RESULTS" / f"{result['machine_info']['name']}.json"
             path.write_text(json.dumps(result))
         assert report.main([]) == 0
         return (tmp_path / "README").read_text(), (tmp_path / "PAGE").read_text()
@@ -65,21 +61,27 @@ def test_pages_contain_the_measured_figures(pages, tmp_path):
     for name, seconds in (("reference", 40e-3), ("fastkd triton", 4e-3), (report.GRAPH, 3e-3)):
         gpu["benchmarks"].append(benchmark(case, name, seconds, seconds / 40e-3))
     readme, page = pages(one, gpu, result_file())
-    assert "A CPU, 2 threads, torch 2.13.0, commit abc1234, 2026-01-02:" in readme
     assert "old" not in readme + page
-    assert "| 8.25 | 2.75 | 3.0× ± 10% | 2.00× ± 10% | 25% |" in readme
-    assert "| contrastive: tokens | B=32 N=128 D=768, fp32 |  |  |  |  |  |" in readme
+    for text in (
+        "A CPU, 2 threads, torch 2.13.0, commit abc1234, 2026-01-02:",
+        "| 8.25 | 2.75 | 3.0× ± 10% | 2.00× ± 10% | 25% |",
+        "| contrastive: tokens | B=32 N=128 D=768, fp32 |  |  |  |  |  |",
+        "V=152064, bf16 | 40 | 4 | 3 | 10.0× ± 10% |  | 100% |",
+    ):
+        assert text in readme
+    for text in (
+        "V=152064, bf16 | 40 |  | 4 | triton | 10.0× ± 10% |",
+        "| 1e-06 |  | 3 |",  # graphs beside graphs
+        "| pykeops | 11 | 2.75 | 4.0× ± 10% |",
+        "| FCD | 2.75 | 0.33× | 1.0 | 25% |",
+        "| 2.75 ms, 1.0 MiB (1e-06) |",
+    ):
+        assert text in page
     assert readme.index("Some GPU, torch 2.13.0") < readme.index("A CPU, 2 threads")
-    assert "V=152064, bf16 | 40 | 4 | 3 | 10.0× ± 10% |  | 100% |" in readme
-    assert "V=152064, bf16 | 40 |  | 4 | triton | 10.0× ± 10% |" in page
-    assert "| 1e-06 |  | 3 |" in page  # graphs beside graphs
-    assert page.index("## Some GPU") < page.index("## A CPU, 2 threads")
-    assert page.index("## A CPU, 2 threads") < page.index("## A CPU, 1 thread")
-    assert "| pykeops | 11 | 2.75 | 4.0× ± 10% |" in page
-    assert "| FCD | 2.75 | 0.33× | 1.0 | 25% |" in page
-    assert "| V" not in page and "| 2.75 ms, 1.0 MiB (1e-06) |" in page
-    pictures = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
-    growing = {case.loss for case in suite.cases(["cpu"]) if case.sweep} - {"contrastive"}
+    places = [page.index(f"## {x}") for x in ("Some GPU", "A CPU, 2 threads", "A CPU, 1 thread")]
+    assert places == sorted(places) and "| V" not in page
+    pictures = sorted(path.name for path in (tmp_path / "PICTURES").glob("*.png"))
+    growing = {case.loss for case in suite.cases(["cpu"], MEASURED) if case.sweep}
     assert len(pictures) == len(growing) and all(f"pictures/{name}" in page for name in pictures)
 
 
@@ -87,25 +89,19 @@ def test_without_results_every_cell_is_empty(pages):
     readme, page = pages()
     assert "Not measured yet: `make bench`" in readme and "`make bench` writes one" in page
     assert readme.count("|  |  |  |  |  |\n") == 10
+    raises("needs the two lines", report.fill, "no markers", "table")
 
 
 def test_runs_of_one_machine_are_merged(tmp_path):
-    paths = []
+    paths, case = [], suite.cases(["cpu"])[0]
     for number, ratio in enumerate((0.5, 0.9, 0.2)):
-        case = suite.cases(["cpu"])[0]
         result = result_file() | {"benchmarks": [benchmark(case, "fastkd cpp", ratio, ratio)]}
-        result["limits"] = {"copy": 1e9 * number}
         paths.append(tmp_path / f"{number}.json")
-        paths[-1].write_text(json.dumps(result))
+        paths[-1].write_text(json.dumps(result | {"limits": {"copy": 1e9 * number}}))
     joined = report.load(report.join(paths, tmp_path / "results"))
     assert joined["limits"] == {"copy": 2e9}
     assert list(joined["benchmarks"][0]["extra_info"]["sizes"]) == list(case.sizes)
     (provider,) = joined["groups"][case.key].values()
     assert provider["ms"] == 500 and provider["ratio"]["median"] == 0.5
-    other = result_file("elsewhere")
-    paths[0].write_text(json.dumps(other))
+    paths[0].write_text(json.dumps(result_file("elsewhere")))
     raises("several machines: elsewhere, somewhere", report.join, paths, tmp_path)
-
-
-def test_a_page_without_markers_is_refused():
-    raises("needs the two lines", report.fill, "no markers", "table")

@@ -1,16 +1,20 @@
 """What `make gpu-check` promises about time and failures, shown without a GPU."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 
 from fastkd._core import machine
+from tests.support.compare import raises
 from tools import apart, gpu_check
 
 # A child with a fake device: a fault of it leaves the process, and `release`, of no use.
@@ -86,24 +90,21 @@ def test_no_item_starts_after_the_time_and_none_outlasts_it():
     assert "when the time was over" in line["problem"] and time.monotonic() - start < 30
 
 
-def options(tmp_path, **others):
+def options(tmp_path):
     given = {"minutes": 9.5, "out": str(tmp_path), "resume": False, "dry": True, "workers": 2}
-    return argparse.Namespace(**given, commit=None, **others)
+    return argparse.Namespace(**given, commit=None)
 
 
 def test_a_dry_run_with_a_poisoned_item_writes_all_other_lines(tmp_path, monkeypatch, capsys):
     """And the next call with --resume asks for that item alone."""
-    every = {name: [x.name for x in group.items(options(tmp_path))]
-             for name, group in gpu_check.GROUPS.items()}  # fmt: skip
-    poisoned = every["kernels"][1]
+    names = [x.name for x in gpu_check.GROUPS["kernels"].items(options(tmp_path))]
+    poisoned = names[1]
     child = CHILD.replace('"poison" in name', f"name == {poisoned!r}")
     monkeypatch.setattr(gpu_check, "CHILD", [sys.executable, "-c", child])
     arguments = ["--dry", "--out", str(tmp_path), "--workers", "2"]
     assert gpu_check.main(arguments) == 1
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert sorted(x["name"] for x in lines) == sorted(
-        {x for names in every.values() for x in names}
-    )
+    assert {*names} < {x["name"] for x in lines}
     assert [x["name"] for x in lines if x["problem"]] == [poisoned]
     assert f"{poisoned}: ValueError" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check, "CHILD", COMMAND)
@@ -130,29 +131,29 @@ def test_what_is_missing_leaves_out_its_own_items(monkeypatch):
     monkeypatch.setattr(gpu_check.extension, "CUDA", False)
     monkeypatch.setattr(gpu_check.recipe, "find_nvcc", lambda: None)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **options: None)
-    for item in (gpu_check.build_extension, gpu_check.memcheck):
-        with pytest.raises(gpu_check.LeftOut):
-            item()
     case, provider = next(iter(gpu_check.pairs().values()))
-    provider = provider.__class__("fastkd cpp", provider.bind, lambda device: "it isn't built")
-    with pytest.raises(gpu_check.LeftOut, match="it isn't built"):
-        gpu_check.right(case, provider)
+    provider = dataclasses.replace(provider, why_not=lambda device: "it isn't built")
+    for words, item, *given in (
+        ("no nvcc", gpu_check.build_extension),
+        ("not installed", gpu_check.memcheck),
+        ("it isn't built", gpu_check.right, case, provider),
+    ):
+        raises(words, item, *given, error=gpu_check.LeftOut)
 
 
 def test_a_command_is_stopped_in_time_and_writes_what_it_has(tmp_path, monkeypatch):
     """With the processes that it started."""
+
+    def runs():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
     monkeypatch.setattr(gpu_check, "STOPPING", 2.0)
     code = 'trap "printf partial > $0; exit" INT; sleep 60 & echo $! > $0.pid; wait'
     with pytest.raises(RuntimeError, match="not finished after 1 s"):
         gpu_check.command("sh", "-c", code, str(tmp_path / "result"), seconds=1.0)
     assert (tmp_path / "result").read_text() == "partial"
-    pid = (tmp_path / "result.pid").read_text().strip()
-
-    def runs():
-        command = ["ps", "-o", "stat=", "-p", pid]
-        state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        return state and not state.startswith("Z")
-
+    pid = int((tmp_path / "result.pid").read_text())
     deadline = time.monotonic() + 30  # until the system has taken it down
     while runs() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -160,8 +161,6 @@ def test_a_command_is_stopped_in_time_and_writes_what_it_has(tmp_path, monkeypat
 
 
 def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch):
-    def missing(*arguments, **others):
-        raise FileNotFoundError("git")
-
+    missing = mock.Mock(side_effect=FileNotFoundError("git"))
     monkeypatch.setattr(machine.subprocess, "run", missing)
     assert machine.describe(torch.device("cpu"))["commit"].startswith("fastkd ")
