@@ -1,11 +1,13 @@
 """Commands of README, CONTRIBUTING and docs: each runs here up to its work, or in a named test."""
 
 import ast
+import functools
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,8 +25,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 # Commands that can't be stopped before their work: their beginning, and the test that runs them.
 RUN_BY = {
     "fastkd doctor": "cli/test_doctor.py::test_all_backends_that_run_are_right",
-    "pip install torch": "test_install.py::test_build_without_torch_",
-    "pip install --no-build-isolation .": "test_install.py::test_install_without_a_compiler",
+    "pip install torch": "test_install.py::test_install_without_torch_",
+    "pip install --no-build-isolation .": "test_install.py::test_install_without_torch_or_a_",
     "pip install ./fastkd-": "test_install.py::test_sdist_builds_a_wheel_that_installs",
     ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_parallel",
     ".venv/bin/python -m tests.fuzz": "test_values.py::test_random_calls_agree_with_the_oracles",
@@ -42,26 +44,31 @@ def documented():
     for path in PAGES:
         text = path.read_text()
         blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL)
-        for block in (*blocks, *re.findall(r"(?m)^\| .+ \| `(fastkd [^`]+)` \|$", text)):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                    words = words[1:]
-                if words:
-                    yield pytest.param(words, id=f"{path.stem}: {' '.join(words)[:60]}")
+        blocks += re.findall(r"(?m)^\| .+ \| `(fastkd [^`]+)` \|$", text)
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            words = shlex.split(re.sub(r"^([A-Z_]+=\S* )*", "", line), comments=True)
+            if words:
+                yield pytest.param(words, id=f"{path.stem}: {' '.join(words)[:60]}")
 
 
 COMMANDS = list(documented())
 
 
+@functools.cache
+def made() -> subprocess.CompletedProcess:
+    """A dry run of all targets of the pages at once."""
+    words = [word for param in COMMANDS for word in param.values[0][1:]
+             if param.values[0][0] == "make"]  # fmt: skip
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_of_the_docs_runs(words, monkeypatch, tmp_path):
+def test_every_command_of_the_docs_runs(words, monkeypatch):
     line = " ".join(words)
     if words[0] == "make":
         if shutil.which("make") is None:
             pytest.skip("no make here")
-        done = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert made().returncode == 0, made().stderr
         return
     found = [test for start, test in RUN_BY.items() if line.startswith(start)]
     if found:
@@ -71,18 +78,13 @@ def test_every_command_of_the_docs_runs(words, monkeypatch, tmp_path):
     if words[0] == "torchrun":
         words = words[words.index("-m") + 1 :]
     assert words[0] == "fastkd", f"no test runs {line!r}: stop it before its work, or name one"
-    for word in words:
-        if word.startswith("bench/"):
-            assert (ROOT / word).exists()
+    assert all((ROOT / word).exists() for word in words if word.startswith("bench/"))
     assert "reached the work" in started(words[1:], monkeypatch)
 
 
 def started(words, monkeypatch):
     """Output of a command that stops before its work: its options exist and are consistent."""
-
-    def stop(*args, **kwargs):
-        raise RunFailed("reached the work")
-
+    stop = mock.Mock(side_effect=RunFailed("reached the work"))
     for place in (
         "train.distillation.run_distillation", "cli.demo.run_demo",
         "cli.predict_command.evaluate", "cli.predict_command.predict",
@@ -126,9 +128,9 @@ def test_sketches_use_existing_names():
         assert {name for name in used if name[0].isupper()} <= known | made
 
 
-def test_invalid_command_of_a_page_is_detected(monkeypatch):
-    assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
-    assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)
+def test_an_invalid_command_is_detected(monkeypatch):
+    for words in (["distill", "--no-such-option"], ["evaluate", "--model", "x"]):
+        assert "reached the work" not in started(words, monkeypatch)
     assert len(COMMANDS) > 15 and len(WITH_CODE) > 12
 
 

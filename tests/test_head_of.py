@@ -25,57 +25,54 @@ GQA = SMALL | dict(num_key_value_heads=2, head_dim=8)
 
 # Other models are among the random steps of a Distiller.
 MODELS = {
-    "llama": ("causal", GQA),
-    "llama, tied": ("causal", GQA | {"tie_word_embeddings": True}),
-    "nanochat": ("causal", GQA | {"final_logit_softcapping": 0.5}),
-    "recurrent_gemma": ("causal", SMALL | {"logits_soft_cap": 0.3, "lru_width": 16}),
-    "granite": ("causal", GQA | {"logits_scaling": 3.0}),
-    "hyperclovax": ("causal", GQA | {"logits_scaling": 3.0}),
-    "cohere": ("causal", GQA | {"logit_scale": 0.25}),
-    "phi": ("causal", SMALL),  # with a bias
-    "distilbert": ("masked", dict(vocab_size=60, dim=16, n_layers=1, n_heads=2, hidden_dim=24)),
-    "electra": ("masked", SMALL | {"embedding_size": 8}),
+    "llama": GQA,
+    "llama, tied": GQA | {"tie_word_embeddings": True},
+    "nanochat": GQA | {"final_logit_softcapping": 0.5},
+    "recurrent_gemma": SMALL | {"logits_soft_cap": 0.3, "lru_width": 16},
+    "granite": GQA | {"logits_scaling": 3.0},
+    "hyperclovax": GQA | {"logits_scaling": 3.0},
+    "cohere": GQA | {"logit_scale": 0.25},
+    "phi": SMALL,  # with a bias
+    "distilbert": dict(vocab_size=60, dim=16, n_layers=1, n_heads=2, hidden_dim=24),
+    "electra": SMALL | {"embedding_size": 8},
 }
 
 
 def model_of(name):
-    kind, options = MODELS[name]
-    config = transformers.AutoConfig.for_model(name.split(",")[0], **options)
+    config = transformers.AutoConfig.for_model(name.split(",")[0], **MODELS[name])
     for token in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         if (getattr(config, token, None) or 0) >= 60:
             setattr(config, token, 0)
-    auto = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}[kind]
-    model = getattr(transformers, auto).from_config(config)
+    kind = "MaskedLM" if "bert" in name or name == "electra" else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     with torch.no_grad():  # a bias of zeros would test nothing
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
 
 
-def head_states_and_logits(model, layer=None):
-    """The head, the input of its layer, and the model's own logits."""
+def checked(model):
+    """The head, which reproduces the model's logits, its states, and the logits."""
     seen = []
-    layer = output_layer(model) if layer is None else layer
-    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = output_layer(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model.config.use_cache = False
-    logits = model(torch.randint(60, (2, 7))).logits
+    logits, head = model(torch.randint(60, (2, 7))).logits, Head.of(model)
     hook.remove()
-    return Head.of(model), seen[0], logits
+    assert relative_error(head.logits(seen[0]), logits) < 1e-5
+    return head, seen[0], logits
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_head_reproduces_the_models_logits(name):
     model = model_of(name)
-    head, states, logits = head_states_and_logits(model)
-    assert relative_error(head.logits(states), logits) < 1e-5
+    head, *_ = checked(model)
     assert head.weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 
 def lora(**options):
     peft = pytest.importorskip("peft")
-    model = model_of("llama")
     config = peft.LoraConfig(r=3, **({"target_modules": ["lm_head"]} | options))
-    model = peft.get_peft_model(model, config).eval()
+    model = peft.get_peft_model(model_of("llama"), config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:
@@ -85,9 +82,8 @@ def lora(**options):
 
 def test_lora_on_the_head_stays_a_separate_product():
     model = lora()
-    head, states, logits = head_states_and_logits(model)
+    head, states, logits = checked(model)
     assert len(head.low_rank) == 1
-    assert relative_error(head.logits(states), logits) < 1e-5
     teacher = torch.randn(2, 7, 5), torch.randn(60, 5)
     loss = linear_soft_target_loss(states, head, *teacher)
     wanted = soft_target_loss(logits, teacher[0] @ teacher[1].T)
@@ -99,8 +95,11 @@ def test_lora_on_the_head_stays_a_separate_product():
     with torch.no_grad():  # a teacher's adapters do not learn
         itself = linear_soft_target_loss(states, head, states, head.detach())
     assert itself.abs() < 1e-6
-    with pytest.raises(ValueError, match="teacher_head requires grad"):
-        linear_soft_target_loss(states.detach(), head, states.detach(), head)
+    given = states.detach(), head
+    raises("teacher_head requires grad", linear_soft_target_loss, *given, *given)
+    model = lora(lora_dropout=0.5).train()
+    assert Head.of(model).low_rank[0].dropout is not None
+    assert Head.of(model.eval()).low_rank[0].dropout is None
 
 
 def test_adapters_without_a_separate_product():
@@ -110,28 +109,9 @@ def test_adapters_without_a_separate_product():
     saved = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     for model in (off, merged, saved):
         with off.disable_adapter():
-            head, states, logits = head_states_and_logits(model)
-        assert not head.low_rank and relative_error(head.logits(states), logits) < 1e-5
+            head, *_ = checked(model)
+        assert not head.low_rank
     assert head.weight.requires_grad
-
-
-def test_dropout_of_the_adapter_is_applied():
-    model = lora(lora_dropout=0.5).train()
-    assert Head.of(model).low_rank[0].dropout is not None
-    assert Head.of(model.eval()).low_rank[0].dropout is None
-
-
-class Packed(nn.Module):
-    """A quantised layer."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
-
-
-class Dequantising(Packed):
-    def dequantize(self):
-        return self.weight.float() / 100
 
 
 class FakeQuantised(nn.Linear):
@@ -139,6 +119,15 @@ class FakeQuantised(nn.Linear):
 
     def forward(self, x):
         return nn.functional.linear(x, (self.weight * 64).round() / 64)
+
+
+def with_packed_head():
+    """A model with a quantised head."""
+    model = model_of("llama")
+    weight = model.lm_head.weight.detach()
+    model.lm_head = nn.Identity()
+    model.lm_head.weight = nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
+    return model, weight
 
 
 def partitioned(layer):
@@ -150,21 +139,16 @@ def partitioned(layer):
     layer.register_forward_hook(lambda *_: setattr(weight, "data", whole.new_empty(0)))
 
 
-def with_head(make):
-    model = model_of("llama")
-    model.lm_head = make(model.lm_head.weight.detach())
-    return model
-
-
 def test_models_without_a_plain_head_are_refused():
-    bert = transformers.BertModel(transformers.BertConfig(**SMALL))
+    fake = model_of("llama")
+    fake.lm_head = FakeQuantised(16, 60)
     mobile = transformers.MobileBertConfig(**(SMALL | dict(embedding_size=8)))
     for words, model in (
-        (r"Packed has a weight of torch.int8.*skip_modules", with_head(Packed)),
-        ("FakeQuantised multiplies by more", with_head(lambda w: FakeQuantised(*w.shape[::-1]))),
+        (r"Identity has a weight of torch.int8.*skip_modules", with_packed_head()[0]),
+        ("FakeQuantised multiplies by more", fake),
         ("not plain LoRA; merge it", lora(use_dora=True)),
         ("must be a transformers language model, got Linear", nn.Linear(2, 3)),
-        ("BertModel has no LM head", bert),
+        ("BertModel has no LM head", transformers.BertModel(transformers.BertConfig(**SMALL))),
         ("MobileBertForMaskedLM multiplies by more", transformers.MobileBertForMaskedLM(mobile)),
     ):
         raises(words, Head.of, model, error=(TypeError, ValueError))
@@ -173,8 +157,8 @@ def test_models_without_a_plain_head_are_refused():
 def test_quantised_and_compiled_models_have_a_head():
     model = model_of("llama")
     assert Head.of(torch.compile(model, backend="eager")).weight is model.lm_head.weight
-    weight = model.lm_head.weight.detach()
-    model.lm_head = Dequantising(weight)
+    model, weight = with_packed_head()
+    model.lm_head.dequantize = lambda: model.lm_head.weight.float() / 100
     assert (Head.of(model).weight - weight).abs().max() <= 0.01
 
 
@@ -190,40 +174,38 @@ def test_partitioned_heads_are_refused(tmp_path):
 
 
 def sharded_heads(rank):
-    a_vocabulary_parallel_head(rank)
-    a_sharded_language_model(rank)
-
-
-def a_vocabulary_parallel_head(rank):
-    """Gathered as any other; all processes have the same states."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    a_vocabulary_parallel_head(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    a_sharded_language_model(rank, init_device_mesh("cpu", (2,)))
+
+
+def a_vocabulary_parallel_head(mesh):
+    """Gathered as any other; all processes have the same states."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model, states = model_of("phi"), torch.randn(3, 16)  # with a bias
-    layers, found = [copy.deepcopy(model), model], []
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, states, found = model_of("phi"), torch.randn(3, 16), []  # with a bias
+    whole = copy.deepcopy(model)
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
     assert model.lm_head.weight.to_local().shape == (30, 16)
     teacher = torch.randn(3, 4), torch.randn(60, 4)
-    for each in layers:
+    for each in (whole, model):
         hidden = states.clone().requires_grad_()
         value = linear_soft_target_loss(hidden, Head.of(each), *teacher)
         value.backward()
-        grads = each.lm_head.weight.grad, each.lm_head.bias.grad
-        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
-        found.append((value.detach(), hidden.grad, *whole))
+        grads = hidden.grad, each.lm_head.weight.grad, each.lm_head.bias.grad
+        found.append((value, *(getattr(x, "full_tensor", x.clone)() for x in grads)))
     torch.testing.assert_close(*found)
 
 
-def a_sharded_language_model(rank):
+def a_sharded_language_model(rank, mesh):
     """No process computes full logits, and gradients are those of the whole head, averaged."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     whole = [model_of("llama, tied") for _ in range(2)]
-    parts, mesh = copy.deepcopy(whole), init_device_mesh("cpu", (2,))
+    parts = copy.deepcopy(whole)
     for model in parts:
         for block in (*model.model.layers, model):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -253,9 +235,7 @@ def test_sharded_heads_are_gathered(tmp_path):
 def test_head_with_scale_and_softcap():
     muse = pytest.importorskip("transformers.models.muse_glimmer")
     small = GQA | {"output_multiplier": 0.3, "final_logit_softcapping": 0.5, "pad_token_id": 0}
-    sees = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    sees = {name: x for name, x in SMALL.items() if name != "vocab_size"}
     config = muse.MuseGlimmerConfig(text_config=small, vision_config=sees)
-    model = muse.MuseGlimmerForConditionalGeneration(config).eval()
-    head, states, logits = head_states_and_logits(model)
+    head, *_ = checked(muse.MuseGlimmerForConditionalGeneration(config).eval())
     assert (head.scale, head.softcap) == (0.3, 0.5)
-    assert relative_error(head.logits(states), logits) < 1e-5

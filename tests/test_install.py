@@ -48,11 +48,9 @@ def run(*command: str | Path, cwd: Path, expect: int = 0, **environment: str) ->
     """Output of the command; the test fails with it if the command ends otherwise."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FASTKD_NO_EXT")}
     env |= {"OMP_NUM_THREADS": "1", **environment}
-    words = [str(part) for part in command]
-    result = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    output = result.stdout + result.stderr
-    assert result.returncode == expect, output
-    return output
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == expect, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def source(tmp_path) -> Path:
     return tmp_path / "source"
 
 
-def environment(path: Path, with_torch: bool) -> Path:
+def environment(path: Path, with_torch: bool = True) -> Path:
     """Interpreter of a new environment with this environment's packages, or only setuptools.
 
     Through a .pth file, in which this environment's own .pth files, fastkd's editable install
@@ -73,8 +71,8 @@ def environment(path: Path, with_torch: bool) -> Path:
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = Path(run(python, "-c", code, cwd=path).strip())
     if with_torch:
-        ours = dict.fromkeys(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
-        (site / "test.pth").write_text("\n".join(ours))
+        paths = {sysconfig.get_paths()[key] for key in ("purelib", "platlib")}
+        (site / "test.pth").write_text("\n".join(paths))
     else:
         ours = Path(setuptools.__file__).parents[1]
         for part in (*ours.glob("setuptools*"), ours / "_distutils_hack"):
@@ -82,9 +80,9 @@ def environment(path: Path, with_torch: bool) -> Path:
     return python
 
 
-@pytest.fixture
-def python(tmp_path) -> Path:
-    return environment(tmp_path / "env", with_torch=True)
+def installed(python: Path, cwd: Path) -> list[str]:
+    """Whether the package that an environment has is built, and its file."""
+    return run(python, "-c", CHECK, cwd=cwd).strip().splitlines()[-1].split()[1:]
 
 
 def pip(python: Path, command: str, *what: str | Path, cwd: Path, **variables: str) -> str:
@@ -119,8 +117,9 @@ def test_extension_uses_only_the_stable_abi_of_torch(tmp_path):
 
 
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
-def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
+def test_sdist_builds_a_wheel_that_installs(source, tmp_path, in_haste):
     """torch is no build requirement; its headers are read from the environment."""
+    python = environment(tmp_path / "env")
     code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     run(python, "-c", code, cwd=source)
     (sdist,) = (source / "dist").glob("*.tar.gz")
@@ -147,11 +146,12 @@ def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
     assert f"{home}/raw/" in page and len(ours) > 15
     assert all((source / path.partition("/")[2].partition("#")[0]).exists() for _, path in ours)
     pip(python, "install", wheel, cwd=tmp_path)
-    _, built, file = run(python, "-c", CHECK, cwd=tmp_path).strip().splitlines()[-1].split()
+    built, file = installed(python, tmp_path)
     assert built == "True" and tmp_path / "env" in Path(file).parents
 
 
-def test_build_without_torch_has_no_extension_or_is_refused(source, tmp_path):
+def test_install_without_torch_or_a_compiler(source, tmp_path):
+    """The package installs without its extension, if the environment says so or has no compiler."""
     bare = environment(tmp_path / "bare", with_torch=False)
     words = "wheel", "--no-build-isolation", "-w", tmp_path, source
     with pytest.raises(AssertionError, match="no torch here to build the extension with"):
@@ -161,21 +161,16 @@ def test_build_without_torch_has_no_extension_or_is_refused(source, tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
 
-
-def test_install_without_a_compiler(source, python, tmp_path):
-    """The package installs without its extension, unless FASTKD_REQUIRE_EXT is set."""
-    words = ("install", "--no-build-isolation", source)
+    python, words = environment(tmp_path / "env"), ("install", "--no-build-isolation", source)
     nowhere = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
     with pytest.raises(AssertionError, match="It needs g\\+\\+ from version 9 on") as failure:
         pip(python, *words, cwd=tmp_path, FASTKD_REQUIRE_EXT="1", **nowhere)
     assert "FASTKD_NO_EXT=1 installs fastkd without the extension" in str(failure.value)
     output = pip(python, *words, cwd=tmp_path, **nowhere)
     assert "fastkd is installed without fastkd._C, and runs on slower PyTorch code" in output
-    _, built, _ = run(python, "-c", CHECK, cwd=tmp_path).strip().splitlines()[-1].split()
-    assert built == "False"
+    assert installed(python, tmp_path)[0] == "False"
     doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
     assert "fastkd._C is not built; matrix roots and row kernels run on PyTorch code" in doctor
-    assert "slower than it can be: no extension" in doctor
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
@@ -201,10 +196,11 @@ def test_setup_py_of_other_tools(tmp_path):
     output = run(sys.executable, "-c", code, cwd=ROOT)
     assert "Py_LIMITED_API" not in output and "False" in output
     assert "Py_LIMITED_API" in dict(recipe.MACROS)
-    command, label = ("setup.py", "egg_info", "--egg-base", tmp_path), {"FASTKD_NO_EXT": "1"}
-    output = run(sys.executable, *command, cwd=ROOT, expect=1, **label, FASTKD_LABEL="cu130")
+    words = sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path
+    wrong = {"FASTKD_NO_EXT": "1", "FASTKD_LABEL": "cu130"}
+    output = run(*words, cwd=ROOT, expect=1, **wrong)
     assert "FASTKD_LABEL=cu130, but what is built here is none" in output
     code = "import runpy, setuptools; setuptools.__version__ = '75.8.0'; runpy.run_path('setup.py')"
-    said = "fastkd needs setuptools 77 or later, this is 75.8.0: "
     output = run(sys.executable, "-c", code, cwd=ROOT, expect=1)
-    assert output.strip() == f'{said}pip install --upgrade "setuptools>=77"'
+    said = 'fastkd needs setuptools 77 or later, this is 75.8.0: pip install --upgrade "setuptools'
+    assert output.startswith(said)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastkd import FeatureQueue, knn_feature_loss
-from tests.support.compare import raises
+from tests.support.compare import counted, raises
 
 
 def expected(size, dim, batches):
@@ -20,35 +19,28 @@ def expected(size, dim, batches):
     return features, labels, mask
 
 
-def random_batches(sizes, dim, masked):
+def random_batches(sizes, masked=False):
     for n in sizes:
-        rows, labels = torch.randn(n, dim), torch.randint(0, 5, (n,))
+        rows, labels = torch.randn(n, 3), torch.randint(0, 5, (n,))
         kept = torch.rand(n) < 0.6 if masked else None
-        if kept is not None:
-            rows[~kept] = torch.nan
-        yield rows, labels, kept
+        yield rows if kept is None else rows.where(kept[:, None], torch.nan), labels, kept
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sizes", [(3, 4), (3, 0, 3, 3, 3), (7,), (8, 1), (20, 5, 16), (1,) * 9])
 def test_ring_order(sizes, masked):
-    queue = FeatureQueue(7, 3)
+    queue, batches = FeatureQueue(7, 3), list(random_batches(sizes, masked))
     assert not list(queue.parameters())
-    batches = list(random_batches(sizes, 3, masked))
     for rows, labels, kept in batches:
         queue.enqueue(rows.requires_grad_(), labels, kept)
         state, queue = queue.state_dict(), FeatureQueue(7, 3)  # goes on from a checkpoint
         queue.load_state_dict(state)
-    for actual, wanted in zip(
-        (queue.features, queue.labels, queue.mask), expected(7, 3, batches), strict=True
-    ):
-        assert torch.equal(actual, wanted)
+    found = queue.features, queue.labels, queue.mask
+    assert all(map(torch.equal, found, expected(7, 3, batches)))
     assert not queue.features.requires_grad
 
 
 def test_compiles_for_all_sizes():
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
     queue = FeatureQueue(6, 3)
 
     def step(student, teacher, labels):
@@ -56,37 +48,29 @@ def test_compiles_for_all_sizes():
         queue.enqueue(teacher, labels)
         return loss
 
-    compiled = torch.compile(step, fullgraph=True, backend=graphs)
-    batches = list(random_batches((4, 5, 8, 17), 3, False))
+    compiled, graphs = counted(step, "aot_eager")
+    batches = list(random_batches((4, 5, 8, 17)))
     for i, (rows, labels, _) in enumerate(batches):
         features, bank_labels, _ = expected(6, 3, batches[:i])
         losses = knn_feature_loss(rows, features, labels, bank_labels, reduction="none")
         assert torch.equal(compiled(rows, rows, labels), losses)
-    assert graphs.frame_count <= 2
+    assert len(graphs) <= 2
 
 
 def test_shapes_and_dtypes():
+    """Labels keep their dtype: rounded to bfloat16, 257 would be 256."""
     queue = FeatureQueue(3, (2, 4), dtype=torch.bfloat16, label_dtype=torch.float32)
     with torch.inference_mode():
         teacher = torch.ones(2, 2, 4)
-    queue.enqueue(teacher, torch.tensor([0.5, 1.5]))
+    queue.enqueue(teacher, torch.tensor([0.5, 257.0]))
     assert (queue.features.shape, queue.features.dtype) == ((3, 2, 4), torch.bfloat16)
-    assert queue.labels.tolist() == [0.5, 1.5, -100]
+    assert queue.bfloat16().labels.tolist() == [0.5, 257, -100]
     queue.enqueue(teacher[:1])
-    assert queue.labels.tolist() == [0.5, 1.5, 0]
-
-
-def test_labels_keep_their_dtype():
-    """Rounded to bfloat16, 257 would be 256."""
-    queue = FeatureQueue(2, 1, label_dtype=torch.float32)
-    queue.enqueue(torch.zeros(2, 1), torch.tensor([256.0, 257.0]))
-    queue.bfloat16()
-    assert queue.features.dtype == torch.bfloat16
-    assert queue.labels.dtype == torch.float32 and queue.labels.tolist() == [256, 257]
+    assert queue.labels.tolist() == [0.5, 257, 0] and queue.labels.dtype == torch.float32
     assert queue.to("meta").labels.device.type == "meta"
     queue.to_empty(device="cpu").reset_parameters()
-    assert queue.labels.tolist() == [-100, -100] and not queue.mask.any()
-    assert not queue.features.any()
+    assert queue.labels.tolist() == [-100] * 3 and not queue.mask.any()
+    assert not queue.features.any() and queue.features.dtype == torch.bfloat16
 
 
 def test_labels_that_the_bank_would_round_or_merge():
@@ -103,19 +87,19 @@ def test_labels_that_the_bank_would_round_or_merge():
     ):
         queue, other = FeatureQueue(3, 1, label_dtype=kind), FeatureQueue(3, 1)
         queue.enqueue(torch.zeros(2, 1), torch.tensor([-100, 5]))
-        with pytest.raises(ValueError, match=f"labels must fit into the bank's {kind}"):
-            queue.enqueue(torch.zeros(1, 1), torch.tensor([label]))
+        given = torch.zeros(1, 1), torch.tensor([label])
+        raises(f"labels must fit into the bank's {kind}", queue.enqueue, *given)
         assert queue.labels.tolist() == [-100, 5, -100]
-        other.enqueue(torch.zeros(1, 1), torch.tensor([label]))
-        with pytest.raises(RuntimeError, match=r"_labels are torch\.int64, which the bank's"):
-            queue.load_state_dict(other.state_dict())
+        other.enqueue(*given)
+        words, state = r"_labels are torch\.int64, which the bank's", other.state_dict()
+        raises(words, queue.load_state_dict, state, error=RuntimeError)
     queue = FeatureQueue(2, 1, label_dtype=torch.bfloat16)
     queue.enqueue(torch.zeros(2, 1), torch.tensor([256, 2**62]))
     assert queue.labels.tolist() == [256, 2**62]
     queue = FeatureQueue(3, 1, label_dtype=torch.float32)
     queue.enqueue(torch.zeros(1, 1), torch.tensor([torch.nan]))
-    with pytest.raises(TypeError, match=r"label_dtype=torch\.float64"):
-        queue.enqueue(torch.zeros(1, 1), torch.tensor([0.1], dtype=torch.float64))
+    wide = torch.tensor([0.1], dtype=torch.float64)
+    raises(r"label_dtype=torch\.float64", queue.enqueue, torch.zeros(1, 1), wide, error=TypeError)
 
 
 def test_bad_input():

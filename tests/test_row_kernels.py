@@ -18,26 +18,26 @@ import fastkd
 from fastkd._core import dispatch, extension
 from tests.losses import subjects
 from tests.support.compare import assert_accurate, raises, relative_error, value_and_grad
+from tests.support.interpreter import MARKS
 from tests.support.subject import D_S, D_T
 
 ROOT = Path(__file__).resolve().parent.parent
+(needs_extension,) = MARKS["cpp"]
 SUBJECTS = {subject.name: subject for subject in subjects("cpp")}
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-needs_extension = pytest.mark.usefixtures("built_extension")
-
-
-@pytest.fixture
-def built_extension():
-    if not extension.CPU or torch.cuda.is_available():
-        pytest.skip("no extension, or the tests' tensors are on a GPU")
+def assert_same_bits(function, *given, **options):
+    """On one thread and on several. Returns value and gradient."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            with _ProductsAlone():
+                results.append(value_and_grad(function, *given, **options))
+    finally:
+        torch.set_num_threads(before)
+    assert all(all(map(torch.equal, found, results[0])) for found in results)
+    return results[0]
 
 
 class _ProductsAlone(TorchDispatchMode):
@@ -55,26 +55,13 @@ class _ProductsAlone(TorchDispatchMode):
 
 @needs_extension
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_bits_do_not_depend_on_the_number_of_threads(name, threads):
+def test_bits_do_not_depend_on_the_number_of_threads(name):
+    """Nor on flushing of subnormals: features of 2e-5 are subnormal in float16, not in float32."""
     student, teacher = torch.randn(40, 30, D_S), torch.randn(40, 30, D_T)
-    threads(1)
+    assert_same_bits(SUBJECTS[name], student, teacher)
+    student, teacher = (x[:6, :5].mul(2e-5).half() for x in (student, teacher))
     wanted = value_and_grad(SUBJECTS[name], student, teacher)
-    for count in (2, 5):
-        threads(count)
-        with _ProductsAlone():
-            found = value_and_grad(SUBJECTS[name], student, teacher)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
-
-
-@needs_extension
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_small_float16_values_with_flushed_subnormals(name):
-    """Features of 2e-5 are subnormal in float16, but not in float32."""
-    student, teacher = (torch.randn(6, 5, D) * 2e-5 for D in (D_S, D_T))
-    student, teacher = student.half(), teacher.half()
-    wanted = value_and_grad(SUBJECTS[name], student, teacher)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor can't flush subnormal numbers")
+    torch.set_flush_denormal(True)
     try:
         found = value_and_grad(SUBJECTS[name], student, teacher)
     finally:
@@ -95,7 +82,7 @@ def test_sums_of_long_rows_are_accurate(name):
 
 @needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_ranges_of_long_rows_on_any_number_of_threads(dtype, threads):
+def test_ranges_of_long_rows_on_any_number_of_threads(dtype):
     """Threads share three ranges of each row, the last of them short, and tiles of the bank."""
     student, teacher = torch.randn(5, 17_003, dtype=dtype), torch.randn(43, 17_003, dtype=dtype)
     labels = torch.arange(5) % 2, torch.arange(43) % 2
@@ -103,20 +90,11 @@ def test_ranges_of_long_rows_on_any_number_of_threads(dtype, threads):
         teacher[row] = student[0]
         teacher[row, number] += 3 + row / 10
 
-    def run(student, teacher, backend):
-        options = {"k": 2, "reduction": "none", "backend": backend}
-        return value_and_grad(fastkd.knn_feature_loss, student, teacher, *labels, **options)
-
-    threads(1)
-    wanted = run(student, teacher, "cpp")
-    for actual, expected in zip(
-        wanted, run(student.double(), teacher.double(), "torch"), strict=True
-    ):
+    loss = functools.partial(fastkd.knn_feature_loss, k=2, reduction="none")
+    found = assert_same_bits(loss, student, teacher, *labels, backend="cpp")
+    wanted = value_and_grad(loss, student.double(), teacher.double(), *labels, backend="torch")
+    for actual, expected in zip(found, wanted, strict=True):
         assert_accurate(actual, expected, dtype)
-    for count in (2, 5):
-        threads(count)
-        found = run(student, teacher, "cpp")
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), count
 
 
 @needs_extension
@@ -148,24 +126,24 @@ def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
         pytest.skip("no C++ compiler")
     # Without the files that need torch, such as the operators.
     sources = [
-        str(path)
-        for path in sorted((ROOT / "csrc").rglob("*.cpp"))
+        path for path in sorted((ROOT / "csrc").rglob("*.cpp"))
         if not re.search("tensors.h|operators.h", path.read_text())
-    ]
-    sources.append("tests/row_kernels.cpp")
+    ]  # fmt: skip
     lines = "-g1" if "SANITIZE_ROUNDS" in os.environ else "-g0"  # a quarter of the compiler's time
-    command = [compiler, "-std=c++17", "-O0", lines, "-Wno-psabi", "-pthread", "-Icsrc"]
-    command += [f"-DFASTKD_BYTES={width}", f"-fsanitize={sanitizer}"]
-    command += ["-fno-sanitize-recover=undefined"]
-    program = str(tmp_path / "row_kernels")
-    command += [*sources, "-o", program]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    program = tmp_path / "row_kernels"
+    built = subprocess.run(
+        [
+            compiler, "-std=c++17", "-O0", lines, "-Wno-psabi", "-pthread", "-Icsrc",
+            f"-DFASTKD_BYTES={width}", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined",
+            *sources, "tests/row_kernels.cpp", "-o", program,
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
     if built.returncode and "sanitize" in built.stderr:
         pytest.skip(f"the compiler has no -fsanitize={sanitizer}")
     assert built.returncode == 0, built.stderr
-    run = subprocess.run(
-        [program, os.environ.get("SANITIZE_ROUNDS", "1")], capture_output=True, text=True
-    )
+    command = [program, os.environ.get("SANITIZE_ROUNDS", "1")]
+    run = subprocess.run(command, capture_output=True, text=True)
     if "FATAL: ThreadSanitizer" in run.stderr:
         pytest.skip("ThreadSanitizer can't run here")
     assert run.returncode == 0 and not run.stdout and not run.stderr, run.stdout + run.stderr

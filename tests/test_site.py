@@ -21,9 +21,7 @@ from tools import site
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # Resources that a browser loads by itself; links are not loaded.
-LOADED = re.compile(
-    r'<(?:script|img|iframe|link rel="?(?:stylesheet|preconnect))[^>]*https?://[^>]*'
-)
+LOADED = re.compile(r'<(script|img|iframe|link rel="?(stylesheet|preconnect))[^>]*https?://[^>]*')
 
 
 @pytest.mark.thorough
@@ -32,22 +30,16 @@ def test_site_builds_without_warnings_and_loads_nothing_from_a_network(tmp_path)
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = {path.relative_to(tmp_path).as_posix(): path.read_text()
-             for path in tmp_path.rglob("*.html")}  # fmt: skip
-    loaded = {name: found for name, text in pages.items() if (found := LOADED.findall(text))}
-    assert not loaded
+    pages = {str(x.relative_to(tmp_path)): x.read_text() for x in tmp_path.rglob("*.html")}
+    assert not {name for name, text in pages.items() if LOADED.search(text)}
     for page in DOCS.glob("losses/*.md"):
         text = pages[f"losses/{page.stem}.html"]
         assert "$" not in re.sub(r"<(script|pre|svg).*?</\1>", "", text, flags=re.DOTALL)
-        assert text.count('class="equation"') == len(equations(page))
+        fences = "".join(re.findall(r"```math\n(.*?)```", page.read_text(), re.DOTALL))
+        assert text.count('class="equation"') == len(fences.splitlines())
     assert "relation_mean_kernel" in pages["source/kernels/relation_long.py.html"]
     assert "padded position" in pages["api/losses.html"]
     assert "<blockquote>" not in pages["api/losses.html"]  # how >>> of an example would be rendered
-
-
-def equations(page: Path) -> list[str]:
-    fences = re.findall(r"```math\n(.*?)```", page.read_text(), re.DOTALL)
-    return [line for fence in fences for line in fence.strip().splitlines()]
 
 
 def test_arguments_on_one_line_become_separate_entries():
@@ -85,9 +77,8 @@ def pictures_shown(path: Path, folder: Path) -> int:
     os.chdir(folder)
     shell = TerminalInteractiveShell.instance(simple_prompt=True)
     shell.reset()
-    display = shell.display_formatter
+    display, found = shell.display_formatter, 0
     display.active_types = display.format_types
-    found = 0
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "code":
             with capture_output() as shown:

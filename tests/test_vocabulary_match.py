@@ -5,61 +5,51 @@ import pathlib
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fastkd import VocabularyMatch
 from tests.support.compare import raises
 
-TEXTS = [
-    "the cat is playing in the garden, and the dog is sleeping in the house",
-    "playing and sleeping, singing and walking: the garden is wide",
-    "a singer sings in the house; the house is open",
-] * 4  # fmt: skip
+WORDS = ["the", "cat", "is", "playing", "in", "garden", "and", "dog", "sleeping", "house", "sing",
+         "walk", "a", "open", "wide"]  # fmt: skip
+ENDINGS, MARKS, LETTERS = ["ing", "er", "la"], [*",:;-"], [*"abcdefghijklmnopqrstuvwxyz"]
 BERT = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
             mask_token="[MASK]")  # fmt: skip
 
 
+def tokenizer(model, decoder, splitter, **special):
+    made = Tokenizer(model)
+    made.decoder, made.pre_tokenizer = decoder, splitter
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
 def word_pieces():
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=list(BERT.values()))
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **BERT)
+    inside = [f"##{text}" for text in (*ENDINGS, *MARKS, *LETTERS)]
+    tokens = [*BERT.values(), *WORDS, *MARKS, *LETTERS[1:], *inside]
+    model = models.WordPiece({x: i for i, x in enumerate(tokens)}, unk_token="[UNK]")
+    return tokenizer(model, decoders.WordPiece(), pre_tokenizers.BertPreTokenizer(), **BERT)
 
 
 def bytes_bpe():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=["<|end|>", "<|pad|>", "<|turn|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>", pad_token="<|pad|>",
-        additional_special_tokens=["<|turn|>"],
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|end|>", "<|pad|>", "<|turn|>", *alphabet, *(f"Ġ{x}" for x in WORDS), *ENDINGS]
+    roles = dict(bos_token="<|end|>", eos_token="<|end|>", pad_token="<|pad|>")
+    return tokenizer(
+        models.BPE({x: i for i, x in enumerate(tokens)}, []), decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(), additional_special_tokens=["<|turn|>"], **roles,
     )  # fmt: skip
 
 
 def unigram():
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    roles = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>")
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    scores = dict(tokenizer.get_vocab())
-    pieces = sorted((token for token in scores if token not in special), key=scores.get)
-    vocab = [(token, -float(i) / 10) for i, token in enumerate([*special, *all_bytes, *pieces])]
-    fallback = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    fallback.pre_tokenizer = pre_tokenizers.Metaspace()
-    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fallback, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
-        pad_token="<pad>",
+    tokens = [*roles.values(), *all_bytes, *(f"▁{x}" for x in WORDS), *ENDINGS, *LETTERS]
+    vocabulary = [(token, -float(i) / 10) for i, token in enumerate(tokens)]
+    return tokenizer(
+        models.Unigram(vocabulary, unk_id=0, byte_fallback=True),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        pre_tokenizers.Metaspace(), **roles,
     )  # fmt: skip
 
 
@@ -77,19 +67,17 @@ KINDS = {"word_pieces": word_pieces, "bytes_bpe": bytes_bpe, "unigram": unigram}
 @pytest.mark.parametrize("teacher", KINDS)
 def test_matched_ids_decode_to_the_same_text(student, teacher):
     student, teacher = KINDS[student](), KINDS[teacher]()
-    match = VocabularyMatch.of(student, teacher)
-    special = {*student.all_special_ids}
-    compared = 0
+    match, compared = VocabularyMatch.of(student, teacher), 0
     for one, other in zip(match.student_ids.tolist(), match.teacher_ids.tolist(), strict=True):
-        if one in special:
+        if one in student.all_special_ids:
             assert other in teacher.all_special_ids
             continue
-        texts = [
-            tokenizer.decode([i], clean_up_tokenization_spaces=False).strip()
-            for tokenizer, i in ((student, one), (teacher, other))
-        ]
-        assert texts[0].removeprefix("##") == texts[1].removeprefix("##")
+        texts = {
+            made.decode([i], clean_up_tokenization_spaces=False).strip().removeprefix("##")
+            for made, i in ((student, one), (teacher, other))
+        }
         compared += 1
+        assert len(texts) == 1
     assert compared > 20
 
 
@@ -124,7 +112,7 @@ def test_tokens_match_by_what_they_mean(student, teacher, matches):
     assert {name: found.get(name) for name in matches} == matches
     if student is word_pieces and teacher is bytes_bpe:  # starts of words match starts
         starts = {one for one in found if not one.startswith(("##", "["))}
-        assert {one for one in starts if not found[one].startswith("Ġ")} <= set(",:;")
+        assert {one for one in starts if not found[one].startswith("Ġ")} <= {*MARKS}
         assert not [one for one in found if one.startswith("##") and found[one][0] == "Ġ"]
 
 
@@ -139,15 +127,6 @@ def chat_tokenizer(tokens, end_of_turn, **roles):
             f"{end_of_turn}\n{{% endfor %}}"
         )
     return tokenizer
-
-
-def test_equal_names_come_before_roles():
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    student = chat_tokenizer(tokens, "<|im_end|>", eos_token="<|endoftext|>")
-    teacher = chat_tokenizer(tokens, "<|im_end|>", eos_token="<|im_end|>")
-    found = VocabularyMatch.of(student, teacher)
-    assert torch.equal(found.student_ids, torch.arange(3)) and not found.by_role
-    assert torch.equal(found.teacher_ids, found.student_ids)
 
 
 def test_a_name_is_special_if_one_tokenizer_declares_it():
@@ -169,11 +148,17 @@ def test_a_name_is_special_if_one_tokenizer_declares_it():
     assert found["<pad>"] == "<|pad|>"
 
 
-def test_ends_of_turns_come_before_roles():
+def test_names_come_before_ends_of_turns_and_those_before_roles():
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    student = chat_tokenizer(tokens, "<|im_end|>", eos_token="<|endoftext|>")
+    match = VocabularyMatch.of(
+        student, chat_tokenizer(tokens, "<|im_end|>", eos_token="<|im_end|>")
+    )
+    assert torch.equal(match.student_ids, torch.arange(3)) and not match.by_role
+    assert torch.equal(match.teacher_ids, match.student_ids)
     student = chat_tokenizer(["<a>", "<im_end>", "<text>"], "<im_end>", eos_token="<text>")
     teacher = chat_tokenizer(["<b>", "<eot>", "<pad>"], "<eot>", eos_token="<eot>")
-    found = pairs(student, teacher)
-    assert found == {"<im_end>": "<eot>"}
+    assert pairs(student, teacher) == {"<im_end>": "<eot>"}
     described = repr(VocabularyMatch.of(student, teacher))
     assert described.endswith(", end of turn '<im_end>' as '<eot>')")
     # Without a template, or with one that raises, the roles are left.
@@ -187,18 +172,21 @@ def test_ends_of_turns_come_before_roles():
 def test_coverage_and_repr():
     student, teacher = word_pieces(), bytes_bpe()
     match = VocabularyMatch.of(student, teacher)
-    n = len(match.student_ids)
-    assert repr(match).startswith(f"VocabularyMatch({n} of {len(student)} student tokens (")
-    ids = student(TEXTS[0], add_special_tokens=False)["input_ids"]
+    count = f"{len(match.student_ids)} of {len(student)}"
+    assert repr(match).startswith(f"VocabularyMatch({count} student tokens (")
+    ids = student("the cat sings, and walks; über", add_special_tokens=False)["input_ids"]
     matched = [i for i in ids if i in match.student_ids.tolist()]
+    assert 0 < len(matched) < len(ids)
     assert match.coverage(ids) == pytest.approx(len(matched) / len(ids))
     assert match.coverage(match.teacher_ids[:3], "teacher") == 1
     assert dataclasses.replace(match, student_size=500).student_size == 500
-    raises("ids must have at least one token", match.coverage, [])
-    raises("side", match.coverage, ids, "pupil")
-    raises("ids must be token ids 0 to", match.coverage, [len(student)])
-    raises("got a str; tokenize the text", match.coverage, TEXTS[0], error=TypeError)
-    raises("teacher_ids must be a Tensor, got list", match.to_student_ids, [1], error=TypeError)
-    raises("teacher_ids must be token ids 0 to", match.to_student_ids, torch.tensor([-1]))
-    with pytest.raises(TypeError, match="teacher_tokenizer must be a tokenizer of transformers"):
-        VocabularyMatch.of(student, "gpt2")
+    for words, call, *given in (
+        ("ids must have at least one token", match.coverage, []),
+        ("side", match.coverage, ids, "pupil"),
+        ("ids must be token ids 0 to", match.coverage, [len(student)]),
+        ("got a str; tokenize the text", match.coverage, "the cat"),
+        ("teacher_ids must be a Tensor, got list", match.to_student_ids, [1]),
+        ("teacher_ids must be token ids 0 to", match.to_student_ids, torch.tensor([-1])),
+        ("teacher_tokenizer must be a tokenizer of", VocabularyMatch.of, student, "gpt2"),
+    ):
+        raises(words, call, *given, error=(ValueError, TypeError))
