@@ -1,8 +1,7 @@
 """A server with a tiny decoder that speaks vLLM's and SGLang's protocols, with planted faults.
 
-Each of the next requests fails as a fault says: a status, or one of "delay", "drip", "cut",
-"truncate", "token", "logits", "shift", "swap", "other" (another prompt, without its ids),
-"choices".
+Each of the next requests fails as a fault says: a status, or one of "drip", "cut", "truncate",
+"token", "logits", "shift", "other" (another prompt, without its ids), "choices".
 """
 
 import asyncio
@@ -55,8 +54,6 @@ async def answer(request: web.Request, made: Any) -> web.StreamResponse:
     fault = FAULTS.pop(0) if FAULTS else None
     if isinstance(fault, int):
         return web.Response(status=fault, text=f"planted {fault}", headers={"Retry-After": "0"})
-    if fault == "delay":
-        await asyncio.sleep(1.0)
     if fault == "token":
         tokens[1] = (tokens[1] + 1) % 8
     if fault == "truncate":
@@ -84,8 +81,6 @@ def application(served: Served) -> web.Application:
         """The entries of a prompt, the first one None, at other positions."""
         if fault == "shift":
             entries = [*entries[-1:], *entries[:-1]]
-        if fault == "swap":
-            entries[:2] = entries[1::-1]
         return [None, *entries]
 
     def completion(body: dict, tokens: list[int], fault: Any) -> dict:

@@ -51,47 +51,34 @@ def write(teacher, folder, batch=BATCH, layers=LAYERS):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_same_step_as_the_teacher(family, tmp_path):
+    """Of layers that are in the files."""
     teacher, student = model(family, 32, 4, 0), model(family, 16, 2, 1)
     write(teacher, tmp_path)
     recorded = recorded_teacher(copy.deepcopy(teacher), tmp_path, LAYERS)
     assert recorded.num_parameters() < 0.3 * teacher.num_parameters()
-    method = SoftTargets(alpha=1.0)
-    whole, served = (Distiller(x, student, method)(**BATCH).loss for x in (teacher, recorded))
-    torch.testing.assert_close(served, whole)
-    Distiller(recorded, student, method).cache_teacher([BATCH], tmp_path / "cache")
-    cached = Distiller(TeacherCache(tmp_path / "cache"), student, method)(**BATCH).loss
-    torch.testing.assert_close(cached, whole)
-
-
-def test_layers_that_were_not_recorded_raise(tmp_path):
-    teacher, student = model("Llama", 32, 4, 0), model("Llama", 16, 2, 1)
-    write(teacher, tmp_path)
-    recorded = recorded_teacher(copy.deepcopy(teacher), tmp_path, LAYERS)
-    whole, served = (
-        Distiller(x, student, FCD(layers=[1, 4]))(**BATCH, labels=BATCH["input_ids"]).loss
-        for x in (teacher, recorded)
-    )
-    torch.testing.assert_close(served, whole)
-    with pytest.raises(
-        ValueError, match=r"layer 2 of the teacher is compared, but .* layers \[4, 1\]"
-    ):
-        Distiller(recorded, student, FCD(layers=[2, 4]))(**BATCH, labels=BATCH["input_ids"])
+    labelled = {**BATCH, "labels": BATCH["input_ids"]}
+    for method, batch in ((SoftTargets(alpha=1.0), BATCH), (FCD(layers=[1, 4]), labelled)):
+        whole, served = (Distiller(x, student, method)(**batch).loss for x in (teacher, recorded))
+        torch.testing.assert_close(served, whole)
+        Distiller(recorded, student, method).cache_teacher([batch], tmp_path / str(batch.keys()))
+        cache = TeacherCache(tmp_path / str(batch.keys()))
+        torch.testing.assert_close(Distiller(cache, student, method)(**batch).loss, whole)
+    words = r"layer 2 of the teacher is compared, but .* layers \[4, 1\]"
+    raises(words, Distiller(recorded, student, FCD(layers=[2, 4])), **labelled)
 
 
 def test_other_tokens_files_and_families_are_refused(tmp_path):
     teacher = model("Llama", 32, 4, 0)
-    with pytest.raises(FileNotFoundError, match="holds no file of hidden states"):
-        recorded_teacher(teacher, tmp_path, LAYERS)
+    made = recorded_teacher, teacher, tmp_path
+    raises("holds no file of hidden states", *made, LAYERS, error=FileNotFoundError)
     write(teacher, tmp_path)
-    with pytest.raises(ValueError, match=r"must have shape \(12, 1, 32\).*got \(12, 2, 32\)"):
-        recorded_teacher(teacher, tmp_path, [4])
-    words = r"layers must be different numbers from 1 to 4, got \[0, 4\]"
-    raises(words, recorded_teacher, teacher, tmp_path, [0, 4])
+    raises(r"must have shape \(12, 1, 32\).*got \(12, 2, 32\)", *made, [4])
+    raises(r"layers must be different numbers from 1 to 4, got \[0, 4\]", *made, [0, 4])
     bloom = transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=4, n_head=2)
-    with pytest.raises(TypeError, match="BloomBlock of BloomForCausalLM doesn't return a Tensor"):
-        recorded_teacher(transformers.BloomForCausalLM(bloom), tmp_path, LAYERS)
+    bloom, words = transformers.BloomForCausalLM(bloom), "BloomBlock of Bloom.* doesn't return a Te"
+    raises(words, recorded_teacher, bloom, tmp_path, LAYERS, error=TypeError)
     recorded = recorded_teacher(teacher, tmp_path, LAYERS)
     raises("sample 0 of the batch are in no file", recorded, BATCH["input_ids"] + 1, error=KeyError)
     save_file({"token_ids": torch.arange(3)}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="must hold token_ids and hidden_states"):
-        recorded_teacher(model("Llama", 32, 4, 0), tmp_path, LAYERS)
+    other = model("Llama", 32, 4, 0)
+    raises("must hold token_ids and hidden_states", recorded_teacher, other, tmp_path, LAYERS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastkd import TopK
@@ -46,13 +47,8 @@ def as_flat(found, folder, names):
 
 
 def as_padded(found, folder, names):
-    longest = max(len(tokens) for tokens, _ in found)
-    columns = [torch.zeros(len(found), longest, *more) for more in ((), (K,), (K,), ())]
-    for i, (tokens, top) in enumerate(found):
-        columns[0][i, : len(tokens)] = torch.tensor(tokens)
-        columns[1][i, : len(tokens)], columns[2][i, : len(tokens)] = top.ids, top.log_probs
-        columns[3][i, : len(tokens)] = 1
-    columns[:2] = [x.long() for x in columns[:2]]
+    rows = [(torch.tensor(t), top.ids, top.log_probs, torch.ones(len(t))) for t, top in found]
+    columns = [pad_sequence(x, batch_first=True) for x in zip(*rows, strict=True)]
     save_file(dict(zip((*names, "attention_mask"), columns, strict=True)), folder / "a.safetensors")
 
 
@@ -139,10 +135,9 @@ def byte_tokenizer():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    letters = tokenizer.pre_tokenizer.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<end>"],
-        initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=letters
     )
     tokenizer.train_from_iterator(["the cat is in the house"] * 4, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
@@ -162,10 +157,8 @@ def test_chat_completions_are_read_where_tokens_are_the_students():
     assert names[:2] == ["the", "Ġcat"]
     content = [
         entry("the", 0.5, house=0.25, zebra=0.125),
-        entry(" c", 0.5),  # another cut of the text
-        entry("at", 0.5),
-        entry(" is", 0.75, **{" in": 0.125}),
-        entry(" in", 1.0),
+        *(entry(" c", 0.5), entry("at", 0.5)),  # another cut of the text
+        *(entry(" is", 0.75, **{" in": 0.125}), entry(" in", 1.0)),
     ]
     found = openai.top_k(content, ids, tokenizer, 2)
     known = tokenizer.convert_tokens_to_ids(["the", "Ġis", "Ġin"])
@@ -188,18 +181,15 @@ TEMPLATE = "{% for m in messages %}{{ m.role + '|' + m.content }}<end>{% endfor 
 def test_command_learns_from_finished_chat_completions(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.pad_token, tokenizer.chat_template = "<end>", TEMPLATE
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=0
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "student")
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
+    model.save_pretrained(tmp_path / "student")
     tokenizer.save_pretrained(tmp_path / "student")
     asked = [{"role": "user", "content": "in the house"}]
     content = [entry("the", 0.5, zebra=0.25), entry(" cat", 0.5), entry(" is", 0.75)]
     answer = {"role": "assistant", "content": "the cat is"}
-    finished = {
-        "messages": asked,
-        "choices": [{"message": answer, "logprobs": {"content": content}}],
-    }
+    choice = {"message": answer, "logprobs": {"content": content}}
+    finished = {"messages": asked, "choices": [choice]}
     (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(finished)] * 4))
     plain = {"messages": [*asked, answer]}
     (tmp_path / "plain.jsonl").write_text(json.dumps(plain))
@@ -210,12 +200,9 @@ def test_command_learns_from_finished_chat_completions(tmp_path):
         "device_name": "cpu", "max_new_tokens": 4,
     }  # fmt: skip
     report = run_distillation(Config.of(out=tmp_path / "out", **given))
-    assert report["teacher"] == {} or "teacher" not in report["parameters"]
-    told = (
-        "4 of 4 answers have log-probabilities, at 12 of their 16 tokens; 4 of 16 probable tokens"
-    )
-    assert told in report["stored_teacher"]
-    assert told in (tmp_path / "out/student/README.md").read_text()
+    said = "4 of 4 answers have log-probabilities, at 12 of their 16 tokens; 4 of 16 probable"
+    assert said in report["stored_teacher"]
+    assert said in (tmp_path / "out/student/README.md").read_text()
     for change, words in (
         ({"train": tmp_path / "plain.jsonl"}, "no answer of --train has logprobs"),
         ({"pack": True}, "--pack exclude each other"),
