@@ -56,7 +56,7 @@ from fastkd.distill.methods import Labels
 from fastkd.distill.verify import gradients_of, taken
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import Offload
-from tests.distill.models import eager, set_dropout
+from tests.distill.models import eager, set_dropout, with_noise
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import model_of
 from tests.support.gathered import run_threads
@@ -76,7 +76,7 @@ KINDS = [
 ]  # fmt: skip
 PACKED = ("position_ids", "segments", "seq_idx", "cu_seq_lens", "padded", "padded")
 PACKABLE = {"gpt2", "llama", "gemma2"}
-CUT = {"bert", "roberta", "gpt2", "llama"}  # narrower students
+CUT = {"bert", "roberta", "gpt2", "llama", "t5"}  # narrower students
 OTHERS = {"bert": "roberta", "roberta": "distilbert", "gpt2": "llama", "electra": "bert"}
 # Heads that read the last token, and models with float32 inside.
 READ_LAST = {"gpt2", "llama", "opt", "bloom", "gemma2", "xlnet", "bart", "t5"}
@@ -253,9 +253,7 @@ class Step:
         elif self.form == "average":
             self.average = EMATeacher(self.student, 0.5)
             self.teachers = [self.average.model]
-            with torch.no_grad():
-                for p in self.teachers[0].parameters():
-                    p += 0.1 * torch.randn_like(p)
+            with_noise(self.average.model, 0.1)
 
     def draw_texts(self) -> None:
         causal, head = self.head == "next word", self.head
@@ -1354,13 +1352,6 @@ def student_of(family: str, head: str, numbers: bool, width: int) -> Any:
     return with_noise(model, 0.1)
 
 
-def with_noise(model: Any, size: float) -> Any:
-    with torch.no_grad():
-        for p in model.parameters():
-            p += size * torch.randn_like(p)
-    return model
-
-
 def failure(seed: int) -> str | None:
     """What is wrong with the step of this seed, or None."""
     outside = mock.patch.object(Offload, "leave", leave)
@@ -1401,9 +1392,7 @@ def _wrong(step: Step, folder: str) -> str | None:
     step.batches = step.micro_batches()
     teachers = offloaded(step, folder)
     distiller = step.distiller(step.taught(teachers))
-    with torch.no_grad():
-        for p in step.hand.method.parameters():
-            p += 0.1 * torch.randn_like(p)
+    with_noise(step.hand.method, 0.1)
     if step.stored:
         alike = step.layout == "none" or step.family == "xlnet"
         rows = step.batch(0, len(step.texts), step.layout if alike else "right")

@@ -125,6 +125,13 @@ def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
                 setattr(module, name, p)
 
 
+def with_noise(model: torch.nn.Module, size: float) -> torch.nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            p += size * torch.randn_like(p)
+    return model
+
+
 def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, Tensor]]:
     distiller.zero_grad()
     out = distiller(**data)

@@ -12,7 +12,7 @@ from torch import nn
 from fastkd.distill import layer_map, select_layers, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.student import check_layers, kinds_of, resolve_layers, spread_layers
-from tests.distill.models import SMALL, batch, classifier, config_of, model, pair
+from tests.distill.models import SMALL, batch, classifier, config_of, model, pair, with_noise
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
 from tests.support.draw import FIRST
@@ -37,25 +37,29 @@ def cut_by_hand(teacher, family, layers):
     return model
 
 
-@pytest.mark.parametrize(("family", "head"), [
-    *((x, "sequence") for x in (
-        "bert", "roberta", "distilbert", "electra", "albert", "deberta_v2", "xlnet", "gpt2",
-        "llama",
+@pytest.mark.parametrize(("family", "head", "layers"), [
+    *((x, "sequence", [1, 3]) for x in (
+        "roberta", "distilbert", "electra", "albert", "deberta_v2", "xlnet", "gpt2", "llama",
     )),
+    # A number of layers is a uniform map; ModernBERT's first block is of another kind.
+    ("bert", "sequence", 2), ("bert", "sequence", 1), ("modernbert", "sequence", 1),
     # Of these the decoder is cut.
-    ("t5", "written words"), ("bart", "written words"), ("whisper", "transcripts"),
+    ("t5", "written words", 2), ("bart", "written words", [1, 3]), ("whisper", "transcripts", 2),
 ])  # fmt: skip
-def test_student_equals_the_teacher_without_the_dropped_blocks(family, head, tmp_path):
-    teacher, data = model_of(family, head).eval(), data_of(family, head)
+def test_student_equals_the_teacher_without_the_dropped_blocks(family, head, layers, tmp_path):
+    """In float64, of weights that float32 would round."""
+    teacher, data = with_noise(model_of(family, head).double().eval(), 0.01), data_of(family, head)
+    data = {n: x.double() if x.is_floating_point() else x for n, x in data.items()}
     before = copy.deepcopy(teacher.state_dict())
-    student = student_from_teacher(teacher, [1, 3]).eval()
-    assert (Backbone(student).num_layers, Backbone(teacher).num_layers) == (2, 3)
+    student = student_from_teacher(teacher, layers).eval()
+    kept = [1, 3] if layers in (2, [1, 3]) else [1] if family == "modernbert" else [3]
+    assert (Backbone(student).num_layers, Backbone(teacher).num_layers) == (len(kept), 3)
     with torch.no_grad():
-        expected = cut_by_hand(teacher, family, [1, 3])(**data).logits
-        found = student(**data).logits
-        torch.testing.assert_close(found, expected)
+        expected = cut_by_hand(teacher, family, kept)(**data).logits
+        assert torch.equal(student(**data).logits, expected)
         assert not torch.equal(teacher(**data).logits, expected)
-        torch.testing.assert_close(saved(student, tmp_path)(**data).logits, found)
+        again = saved(student, tmp_path).double()  # transformers reads parts of XLNet in float32
+        torch.testing.assert_close(again(**data).logits, expected, rtol=1e-4, atol=1e-5)
         for parameter in student.parameters():
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
@@ -80,20 +84,11 @@ def test_dtype_mode_ties_and_training_state():
     assert student.dtype == torch.bfloat16 and student.training
     assert all(p.requires_grad for p in student.parameters())
     teacher, student = pair("bert", [3], t.BertForMaskedLM)
-    head, embeddings = student.get_output_embeddings(), student.get_input_embeddings()
-    assert head.weight is embeddings.weight
-    assert torch.equal(head.weight, teacher.get_input_embeddings().weight)
-
-
-@pytest.mark.parametrize(("family", "head", "count", "kept"), [
-    ("bert", "sequence", 1, [3]), ("bert", "sequence", 2, [1, 3]),
-    # Whose first block is of another kind.
-    ("modernbert", "sequence", 1, [1]), ("t5", "written words", 2, [1, 3]),
-])  # fmt: skip
-def test_a_number_of_layers_is_a_uniform_map(family, head, count, kept):
-    teacher = model_of(family, head)
-    student, wanted = (student_from_teacher(teacher, layers) for layers in (count, kept))
-    assert all(map(torch.equal, student.state_dict().values(), wanted.state_dict().values()))
+    words = student.get_input_embeddings().weight
+    assert torch.equal(words, teacher.get_input_embeddings().weight)
+    narrow = student_from_teacher(teacher, config={"hidden_size": 8})
+    for made in (student, narrow):
+        assert made.get_output_embeddings().weight is made.get_input_embeddings().weight
 
 
 def test_blocks_that_differ_are_an_error():
@@ -117,21 +112,6 @@ def test_blocks_that_differ_are_an_error():
         raises(words, student_from_teacher, teacher, layers)
     for teacher in (jamba, scaled):
         assert student_from_teacher(teacher, [1, 2]).config.num_hidden_layers == 2
-
-
-@pytest.mark.parametrize("config", [None, {"hidden_size": 8}])
-def test_weights_of_a_float64_teacher_stay_float64(config):
-    teacher = classifier("bert").double()
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter += 1e-12 * torch.rand_like(parameter)
-    student = student_from_teacher(teacher, [1, 4], config=config)
-    kept = teacher.state_dict()["classifier.bias"]
-    assert student.dtype == torch.float64
-    assert torch.equal(student.state_dict()["classifier.bias"], kept)
-    rounded = [p for p in student.parameters() if torch.equal(p, p.float().double())]
-    # Ones and zeros of fresh norms and biases are cut without a rounding too.
-    assert not [p for p in rounded if p.dim() > 1]
 
 
 def _per_layer_inputs(model, ids):
@@ -229,12 +209,9 @@ def test_spread_layers_keep_about_the_share_of_each_kind():
 
 def test_layer_map_is_table_3():
     assert layer_map("uniform", 12, 6) == [2, 4, 6, 8, 10, 12]
+    assert layer_map("uniform", 12, 5) == [2, 4, 7, 9, 12]
     assert layer_map("top", 12, 6) == [7, 8, 9, 10, 11, 12]
     assert layer_map("bottom", 12, 6) == [1, 2, 3, 4, 5, 6]
-    for teacher, student in ((12, 4), (12, 5), (7, 7), (24, 6), (3, 1)):
-        layers = layer_map("uniform", teacher, student)
-        assert len(set(layers)) == student and layers == sorted(layers)
-        assert layers[-1] == teacher and layers[0] >= 1
 
 
 # Widths
@@ -268,7 +245,7 @@ def widened(small, family):
     for name in (*names, *(table.get(family) for table in (HIDDEN, HEADS, INNER))):
         if getattr(config, name or "", None) is not None:
             setattr(config, name, 2 * getattr(small.config, name))
-    wide = type(small)(config).eval()
+    wide = type(small)(config).double().eval()
     weights = {}
     for name, tensor in wide.state_dict().items():
         part = small.state_dict()[name]
@@ -292,15 +269,13 @@ def widened(small, family):
 @pytest.mark.parametrize("family", random.Random(FIRST).sample(CUT, 6))
 def test_unused_widths_are_cut_first(family):
     """Exactly the dimensions, heads and neurons that no weight reads are cut."""
-    small = model_of(family, "sequence").eval()
+    small = with_noise(model_of(family, "sequence").double().eval(), 0.01)
     teacher = widened(small, family)
-    expected = logits(teacher)
-    torch.testing.assert_close(expected, logits(small))
-    sizes = {"hidden_size": small.config.hidden_size}
-    sizes["num_attention_heads"] = small.config.num_attention_heads
-    inner = INNER.get(family, "intermediate_size")
-    if getattr(small.config, inner) is not None:
-        sizes["intermediate_size"] = getattr(small.config, inner)
+    torch.testing.assert_close(logits(teacher), logits(small), rtol=1e-5, atol=1e-5)
+    inner = getattr(small.config, INNER.get(family, "intermediate_size"))
+    sizes = {} if inner is None else {"intermediate_size": inner}
+    for name in ("hidden_size", "num_attention_heads"):
+        sizes[name] = getattr(small.config, name)
     student = student_from_teacher(teacher, config=sizes)
     assert student.config.to_dict() == small.config.to_dict()
     for name, tensor in student.state_dict().items():
@@ -309,23 +284,6 @@ def test_unused_widths_are_cut_first(family):
     assert torch.equal(logits(same), logits(small))
     storage = {p.untyped_storage().data_ptr() for p in small.parameters()}
     assert not storage & {p.untyped_storage().data_ptr() for p in same.parameters()}
-
-
-@pytest.mark.parametrize("family, head", [
-    ("roberta", "tokens"), ("gpt2", "next word"), ("t5", "written words"), ("electra", "answers"),
-])  # fmt: skip
-def test_students_with_fewer_heads_learn(family, head):
-    teacher = model_of(family, head)
-    student = student_from_teacher(teacher, 2, config={"hidden_size": 12, "num_attention_heads": 2})
-    assert student.config.hidden_size == 12
-    ids = torch.arange(10)[None] + 5
-    labels = {"start_positions": ids[:, 0] - 5, "end_positions": ids[:, 0] - 4}
-    labels = labels if head == "answers" else {"labels": ids % 3}
-    student(input_ids=ids, **labels).loss.backward()
-    unused = [n for n, p in student.named_parameters() if p.grad is None]
-    assert not unused
-    if student.config.tie_word_embeddings and head not in ("tokens", "answers"):
-        assert student.get_output_embeddings().weight is student.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -343,9 +301,7 @@ def test_smaller_heads_keep_the_teachers_scores(family):
             if name.endswith((".o_proj.weight", ".o.weight")):
                 tensor.view(-1, heads, 8)[..., first] = 0
     student = student_from_teacher(teacher, config={"head_dim": 4})
-    assert sum(p.numel() for p in student.parameters()) < sum(
-        p.numel() for p in teacher.parameters()
-    )
+    assert student.num_parameters() < teacher.num_parameters()
     torch.testing.assert_close(logits(student), logits(teacher))
 
 
