@@ -331,10 +331,8 @@ class Step:
         if self.pairs == "equal":  # the same tokens after another beginning
             a, b = self.random.randrange(n), self.random.randint(0, 3)
             text.teacher = torch.cat([torch.randint(5, V, (b,)), text.ids[a:]])
-            text.spans = (
-                (torch.arange(n) - a).clamp(min=-1),
-                (torch.arange(n - a + b) - b).clamp(min=-1),
-            )
+            both = torch.arange(n) - a, torch.arange(n - a + b) - b
+            text.spans = tuple(x.clamp(min=-1) for x in both)
         m = self.random.randint(2, 5) if self.head == "written words" else n
         if self.per_token:
             classes = 3 if self.head == "tokens" else self.shared
@@ -508,10 +506,8 @@ class Step:
             if self.weighed:
                 data["loss_weights"] = torch.cat([x.weights for x in row])
             found.append(data)
-        N, behind = (
-            max(len(x["input_ids"]) for x in found),
-            {"labels": -100, "loss_weights": math.nan},
-        )
+        N = max(len(x["input_ids"]) for x in found)
+        behind = {"labels": -100, "loss_weights": math.nan}
         given = {n: self.rows([x[n] for x in found], N, behind.get(n, 0), left) for n in found[0]}
         if layout == "cu_seq_lens":
             given["cu_seq_lens_q"] = F.pad(sizes.cumsum(0), (1, 0)).int()
@@ -591,16 +587,12 @@ class Step:
         N = max(map(len, masks))
         if len({x[0].shape[-1] for x in hidden}) > 1:  # teachers of unlike widths
             hidden = [[]]
+        maps = [[F.pad(x, (0, N - x.shape[1]) * 2) for x in text] for text in maps]
         return Run(
             [padded(layer, N) for layer in zip(*hidden, strict=True)],
-            [
-                torch.stack([F.pad(x, (0, N - x.shape[1]) * 2) for x in layer])
-                for layer in zip(*maps, strict=True)
-            ],
-            logits,
-            padded(masks, N, False),
+            [*map(torch.stack, zip(*maps, strict=True))], logits, padded(masks, N, False),
             [[padded(x, N) for x in zip(*layer, strict=True)] for layer in zip(*qkv, strict=True)],
-        )
+        )  # fmt: skip
 
     def compared(self, shifts: list[Any]) -> "Compared":
         own = self.form == "adapters of the teacher"
@@ -827,9 +819,8 @@ class Compared:
                 z, y = z[known], y[known].double()
                 losses = F.binary_cross_entropy_with_logits(z, y, reduction="none")
             else:
-                known = (
-                    ~y.isnan().any(1) if self.step.problem == "shares" else (y != -100) & (y != 99)
-                )
+                shares = self.step.problem == "shares"
+                known = ~y.isnan().any(1) if shares else (y != -100) & (y != 99)
                 z, y = z[known], y[known]
                 target = y.double() if y.dim() == 2 else F.one_hot(y, z.shape[-1]).double()
                 if tau is not None:
@@ -930,10 +921,8 @@ def soft_targets(step: Step) -> Hand:
 def fcd(step: Step) -> Hand:
     task, soft = heads(step)
     alpha, beta = step.pick((0.4, 0.2), (1.5, 0.0), (0.0, 0.7))
-    kind = {
-        "normalize": step.pick("l2", "layer_norm", "softmax", "none"),
-        "distance": step.pick("pearson", "mse", "kl"),
-    }
+    kind = {"normalize": step.pick("l2", "layer_norm", "softmax", "none")}
+    kind["distance"] = step.pick("pearson", "mse", "kl")
     how = step.pick("mean", "sum")
     method = FCD(alpha=alpha, beta=beta, task_weight=task, soft_weight=soft, layers_reduction=how,
                  **kind, **layers_of(step), **softened(step))  # fmt: skip
@@ -1039,11 +1028,10 @@ def lrkd(step: Step) -> Hand:
 
     def term(c: Compared) -> Tensor:
         s, t = c.pool("mean")
-        ours = layer_norm_mse(s @ method.loss.student_projection.weight.double(), t, reduction=how)
-        theirs = layer_norm_mse(
-            t @ method.loss.teacher_projection.weight.double(), s, reduction=how
-        )
-        return gamma * ours + (1 - gamma) * theirs
+        projections = method.loss.student_projection, method.loss.teacher_projection
+        W, U = (x.weight.double() for x in projections)
+        losses = (layer_norm_mse(x, y, reduction=how) for x, y in ((s @ W, t), (t @ U, s)))
+        return gamma * next(losses) + (1 - gamma) * next(losses)
 
     task, soft = (0.0, 0.0) if alpha is None else (alpha, 1 - alpha)
     return Hand(method, {"projection": (0.7, term)}, task, soft, pooled=True)
@@ -1138,9 +1126,7 @@ def own(step: Step) -> Hand:
     """A method of the user's."""
     step.layers = [1, 3]
     weights = step.pick((0.7, 0.5, 0.3), (0.0, 0.5, 0.0), (1.0, 0.0, 0.3))
-    method = HiddenAndAttention(
-        **dict(zip(("hidden", "attention", "relations"), weights, strict=True))
-    )
+    method = HiddenAndAttention(hidden=weights[0], attention=weights[1], relations=weights[2])
 
     def maps(c: Compared) -> Tensor:
         real = c.mask[:, None, :, None] & c.mask[:, None, None, :]
@@ -1183,23 +1169,14 @@ def distilbert(step: Step) -> Hand:
 def embeddings(step: Step) -> Hand:
     task, same = heads(step)[0], step.student.config.hidden_size == 16
     unit, pool = step.chance(0.5), step.pick("mean", "cls", "cls")
-    weights = {
-        "cos_nce": 0.7,
-        "relations": 0.5,
-        "cca": 0.01,
-        "cosine": 0.2 * same,
-        "mse": 2.0 * same,
-    }
-    method = Embeddings(**weights, task_weight=task, pooling=pool, unit_length=unit)
+    method = Embeddings(cos_nce=0.7, relations=0.5, cca=0.01, cosine=0.2 * same, mse=2.0 * same,
+                        task_weight=task, pooling=pool, unit_length=unit)  # fmt: skip
 
     def both(c: Compared) -> tuple[Tensor, Tensor]:
         return tuple(F.normalize(x, dim=-1) if unit else x for x in c.pool(pool))
 
-    def moved(s: Tensor) -> Tensor:
-        return mapped(method.W, s)
-
     terms = {
-        "contrast": (0.7, lambda s, t: fastkd.cos_nce_loss(moved(s), t)),
+        "contrast": (0.7, lambda s, t: fastkd.cos_nce_loss(mapped(method.W, s), t)),
         "samples": (0.5, lambda s, t: relation_loss(s, t, over="samples")),
         "correlations": (0.01, lambda s, t: fastkd.cca_loss(s[None], t[None], ridge=0.1)),
         "angles": (0.2 * same, lambda s, t: (1 - F.cosine_similarity(s, t)).mean()),

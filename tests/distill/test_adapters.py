@@ -29,19 +29,11 @@ def inputs(data):
 
 
 def test_token_types_that_pefts_wrapper_drops_are_refused():
-    ids = torch.randint(5, 60, (4, 8))
-    places = {"start_positions": torch.tensor([1, 2, 3, 1]), "end_positions": torch.tensor([3] * 4)}
-    losses = []
-    for types in (0, 1):
-        base = model(t.BertForQuestionAnswering, "bert")
-        data = {"input_ids": ids, "token_type_ids": torch.full_like(ids, types), **places}
-        with pytest.raises(ValueError, match="answering drops token_type_ids; make"):
-            Distiller(base, adapted(base, "QUESTION_ANS"), SoftTargets())(**data)
-        base = model(t.BertForQuestionAnswering, "bert")
-        student = adapted(base, None, modules_to_save=["qa_outputs"])
-        torch.manual_seed(0)
-        losses.append(Distiller(base, student, SoftTargets()).eval()(**data).loss.item())
-    assert losses[0] != losses[1]
+    """Without a task type PEFT passes them on: test_by_hand.py."""
+    base, data = model(t.BertForQuestionAnswering, "bert"), data_of("bert", "answers")
+    distiller = Distiller(base, adapted(base, "QUESTION_ANS"), SoftTargets())
+    types, words = torch.ones_like(data["input_ids"]), "answering drops token_type_ids; make"
+    raises(words, distiller, **data, token_type_ids=types)
 
 
 # Kinds of PEFT that add tokens: as tokens of the rows, or as keys and values of the blocks.
@@ -80,11 +72,6 @@ def test_virtual_tokens_are_right_or_refused(kind):
         words = f"PEFT's {kind} puts 3 virtual tokens"
         for sides in ((teacher, student), (student, base)):
             raises(words, Distiller, *sides, SoftTargets())
-        family = {"PROMPT_TUNING": "gpt2", "P_TUNING": "bert"}.get(kind)
-        if family is not None:
-            config = config(task_type="SEQ_CLS", **options)
-            student = peft.get_peft_model(classifier(family), config)
-            raises(f"student: {words}", Distiller, classifier(family), student, SoftTargets())
         return
     distiller = Distiller(teacher, student, FCD(soft_weight=1.0), keep_logits=True).eval()
     out, _ = step(distiller, data)
@@ -104,10 +91,8 @@ def test_parameters_and_state_belong_to_the_student():
     distiller = Distiller(base, student, FCD())
     distiller(**batch())
     assert all(module.training for module in (student, *base.modules()))
-    hook = base.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with base.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         distiller(**batch())
-    hook.remove()
     assert {n: p.requires_grad for n, p in student.named_parameters()} == before
     assert all(name.startswith(("student.", "method.")) for name, _ in distiller.named_parameters())
     distiller.load_state_dict(distiller.state_dict())

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastkd.distill import FCD, METHODS, Distiller, method_by_name, student_from_teacher
 from fastkd.distill.verify import taken
-from fastkd.models.batch import pad_right
 from tests.distill import support
 from tests.distill.models import (
     batch,
@@ -29,11 +28,8 @@ from tests.support.draw import FIRST
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
 
 
-def make(name="fcd", family="bert", teacher_layers=4, **options):
-    num_labels = options.pop("num_labels", 3)
-    teacher = classifier(family, layers=teacher_layers, num_labels=num_labels)
-    student = classifier(family, layers=2, num_labels=num_labels)
-    return ready(teacher, student, name, **options)
+def make(name, **options):
+    return ready(classifier("bert"), classifier("bert", layers=2), name, **options)
 
 
 def test_only_the_needed_layers_are_kept():
@@ -52,8 +48,7 @@ def test_state_dict_holds_student_and_method_without_the_teacher():
     distiller, other = make("lrkd"), make("lrkd")
     state, teacher = distiller.state_dict(), copy.deepcopy(other.teacher.state_dict())
     assert {key.partition(".")[0] for key in state} == {"student", "method"}
-    result = other.load_state_dict(state)
-    assert not result.missing_keys and not result.unexpected_keys
+    other.load_state_dict(state)
     assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
     assert all(torch.equal(v, teacher[k]) for k, v in other.teacher.state_dict().items())
     fewer = {k: v for k, v in state.items() if k != "student.classifier.bias"}
@@ -68,16 +63,14 @@ def test_state_dict_holds_student_and_method_without_the_teacher():
 
 def test_unit_gradient_runs_the_teacher_once_and_only_in_training():
     distiller, data, calls = make("lrc_bert"), batch(), []
-    for name in ("teacher", "student"):
-        model = getattr(distiller, name)
-        model.register_forward_pre_hook(lambda module, args, name=name: calls.append(name))
+    distiller.teacher.register_forward_pre_hook(lambda *_: calls.append("teacher"))
+    distiller.student.register_forward_pre_hook(lambda *_: calls.append("student"))
     distiller.train()(**data)
     assert sorted(calls) == ["student", "student", "teacher"]
     distiller.eval()(**data)
     with torch.no_grad():
         distiller.train()(**data)
     assert sorted(calls[3:]) == ["student"] * 2 + ["teacher"] * 2
-    make("lrc_bert", perturb=False).train()(**data).loss.backward()
     # One sample and no label terms: nothing to contrast with, so the gradient is zero.
     distiller = make("lrc_bert", beta=0.0, gamma=0.0).train()
     out, gradients = step(distiller, batch(rows=1, padding=0))
@@ -161,17 +154,6 @@ def test_one_row_of_positions_gives_those_of_each_column():
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_rows_with_unknown_padding():
-    """In a graph every row is rotated, some by 0."""
-    right = support.data_of("bert", "tokens")
-    del right["labels"]
-    left, rotated = padded_left(right), torch.compile(pad_right, backend="eager", fullgraph=True)
-    for data in (right, left):
-        found, first = rotated(data)
-        torch.testing.assert_close(found, right)
-        assert torch.equal(first, data["attention_mask"].argmax(1, keepdim=True))
-
-
 def test_a_head_that_reads_the_last_position_keeps_its_side():
     """XLNet's tokenizer pads left; a decoder without a mask needs positions."""
     torch.manual_seed(0)
@@ -243,41 +225,37 @@ def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
     "embeddings", "teacher", pytest.param("compiled", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_models_that_mix_packed_documents_are_an_error(how):
-    """Other students are below."""
     teacher, student = decoders(layers=(1,) if how == "compiled" else (2, 4))
-    data, side, hint = packed(documents(), "segments"), "student", "give each document"
+    data, words = packed(documents(), "segments"), r"which the student \(\w+\) reads as one; give"
     if how == "embeddings":
         teacher, student = pair("bert", head=t.BertForMaskedLM)
         data["inputs_embeds"] = torch.randn(*data.pop("input_ids").shape, 16)
     elif how == "teacher":
-        teacher, side = t.OPTForCausalLM(config_of("opt")).double(), how
+        teacher = t.OPTForCausalLM(config_of("opt")).double()
+        words = words.replace("student", "teacher")
     else:
-        hint = "pass position_ids that start again, give"
+        words = "reads as one; pass position_ids that start again, give"
         del data["position_ids"]
     distiller = Distiller(teacher, student, FCD())
     if how == "compiled":
         distiller = torch.compile(distiller, backend="eager")
-    raises(rf"which the {side} \(\w+\) reads as one; {hint}", distiller, **data)
+    raises(words, distiller, **data)
     assert student.training and not teacher.training
-    if how == "compiled":
-        return
-    data["segments"] = torch.zeros_like(data["segments"])
-    assert distiller(**data).loss.isfinite()
+    if how != "compiled":
+        data["segments"] = torch.zeros_like(data["segments"])
+        assert distiller(**data).loss.isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["bert", "opt", "t5", "llama"])
-def test_new_weights_that_mix_documents_are_an_error(family, dtype):
+@pytest.mark.parametrize("family", ["bert", "opt", "t5"])
+def test_new_weights_that_mix_documents_are_an_error(family):
     """Of weights of 0.02 attention says little, and less than rounding in bfloat16."""
     kind = t.T5EncoderModel if family == "t5" else t.AutoModel.from_config
-    teacher, student = (kind(config_of(family, initializer_range=0.02)).to(dtype) for _ in range(2))
-    distiller = Distiller(teacher, student, FCD(task_weight=0))
+    teacher, student = (kind(config_of(family, initializer_range=0.02)) for _ in range(2))
     data = packed(documents(), "segments", labels=False)
-    if family == "llama":
-        assert distiller(**data).loss.isfinite()
-        return
     del data["position_ids"]
-    raises(r"which the student \(\w+\) reads as one", distiller, **data)
+    for dtype in (torch.float32, torch.bfloat16):
+        distiller = Distiller(teacher.to(dtype), student.to(dtype), FCD(task_weight=0))
+        raises(r"which the student \(\w+\) reads as one", distiller, **data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
