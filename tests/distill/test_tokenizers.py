@@ -117,10 +117,8 @@ def test_pairs_of_texts():
 
 def test_images_of_another_size():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 8}
-    big, small = (
-        t.ViTForImageClassification(t.ViTConfig(image_size=n, num_hidden_layers=k, **sizes))
-        for n, k in ((24, 4), (16, 2))
-    )
+    configs = (t.ViTConfig(image_size=n, num_hidden_layers=n // 6, **sizes) for n in (24, 16))
+    big, small = map(t.ViTForImageClassification, configs)
     images, labels = torch.randn(4, 3, 24, 24), torch.tensor([0, 1, 0, 1])
     own = {"pixel_values": F.interpolate(images, 16), "teacher_pixel_values": images}
     distiller = Distiller(big, small, MC3KD(layers="uniform", pool="cls"))
@@ -146,7 +144,6 @@ def test_another_vocabulary_warns_once(recwarn):
     teacher, student = classifier("bert"), classifier("bert", layers=2, vocab_size=50)
     distiller = Distiller(teacher, student, FCD())
     batch = {"input_ids": torch.randint(5, 50, (4, 6)), "labels": torch.tensor([0, 1, 1, 0])}
-
     for _ in range(2):
         distiller(**batch)
     # No warning with inputs of the teacher's own, or with compared tokenizers.
@@ -174,9 +171,6 @@ def pair(student=60, teacher=60):
     learner = student_from_teacher(taught, [1, 3])
     for model, size in ((taught, teacher), (learner, student)):
         model.resize_token_embeddings(size, mean_resizing=False)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.normal_(std=0.2)
     return taught, learner
 
 
@@ -198,7 +192,6 @@ def test_columns_beyond_both_tokenizers_are_told():
     for both, given, said in (
         (pair(60, 64), None, "head has 60 tokens, the teacher's 64: the first 60 are"),
         (pair(60, 64), (shorter, shorter), "the first 50 are compared, which the tokenizers share"),
-        (pair(60, 64), (longer, shorter), "the first 50 are"),
         (pair(60, 64), (shorter, longer), "the first 50 are"),
         (pair(), shorter, "the first 50 are"),
     ):
