@@ -32,24 +32,9 @@ from torch.nn import functional as F
 from transformers import BertTokenizer
 
 import fastkd
-from fastkd import TopK, VocabularyMatch, layer_norm_mse, relation_loss, soft_target_loss
+from fastkd import TopK, VocabularyMatch, distill, layer_norm_mse, relation_loss, soft_target_loss
 from fastkd.analysis import similarity
-from fastkd.distill import (
-    FCD,
-    LRCBERT,
-    LRKD,
-    MC3KD,
-    AttentionMSE,
-    ByRow,
-    Distiller,
-    EMATeacher,
-    IntraClassKNN,
-    Method,
-    Several,
-    SoftTargets,
-    offload,
-    student_from_teacher,
-)
+from fastkd.distill import FCD, LRCBERT, AttentionMSE, Distiller, IntraClassKNN, SoftTargets
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.baselines import GOLD, PKD, DistilBERT, Embeddings
 from fastkd.distill.methods import Labels
@@ -251,7 +236,7 @@ class Step:
             if self.form == "adapters of the teacher":
                 self.teachers = [base]
         elif self.form == "average":
-            self.average = EMATeacher(self.student, 0.5)
+            self.average = distill.EMATeacher(self.student, 0.5)
             self.teachers = [self.average.model]
             with_noise(self.average.model, 0.1)
 
@@ -544,7 +529,7 @@ class Step:
             return self.average
         if len(teachers) == 1:
             return teachers[0]
-        return teachers if self.apart else ByRow(dict(zip("ab", teachers, strict=True)))
+        return teachers if self.apart else distill.ByRow(dict(zip("ab", teachers, strict=True)))
 
     # The side by hand
 
@@ -614,7 +599,7 @@ class Step:
         states = [x[run.mask] for x in run.hidden]
         c = [float(similarity(x, y, "svcca")) for x, y in itertools.pairwise(states)]
         order, method = sorted(range(3), key=c.__getitem__), self.hand.method
-        found = next(x for x in method.modules() if isinstance(x, MC3KD)).teacher_layers
+        found = next(x for x in method.modules() if isinstance(x, distill.MC3KD)).teacher_layers
         expected = sorted(i + 1 for i in order[:2])
         if c[order[2]] - c[order[1]] < 1e-3:  # rounding decides
             expected = found
@@ -861,7 +846,7 @@ class Hand:
     """
 
     def __init__(
-        self, method: Method, features: Any = (), task: float = 0.0, soft: float = 0.0,
+        self, method: distill.Method, features: Any = (), task: float = 0.0, soft: float = 0.0,
         tau: float | None = None, progress: float = 1.0, pooled: bool = False,
         needs_labels: bool = False, perturb: str = "",
     ) -> None:  # fmt: skip
@@ -1002,7 +987,7 @@ def mc3kd(step: Step) -> Hand:
     layers = layers_of(step)
     if len(step.teachers) == 1 and step.chance(0.5):
         layers, step.chosen = {"layers": None}, step.layers  # from data: `choose_layers`
-    method = MC3KD(alpha=alpha, beta=0.1, memory=0, ridge=ridge, top_k=top, pool=pool,
+    method = distill.MC3KD(alpha=alpha, beta=0.1, memory=0, ridge=ridge, top_k=top, pool=pool,
                    **layers, **softened(step))  # fmt: skip
 
     def term(c: Compared) -> Tensor:
@@ -1024,7 +1009,7 @@ def lrkd(step: Step) -> Hand:
     gamma, how = step.pick(0.3, 0.9), step.pick("mean", "batchmean", "sum")
     form = {"start": step.pick("identity", "random"), "orthogonal": step.chance(0.7)}
     form |= {"projection_layers": step.pick(1, 2), "reduction": how}
-    method = LRKD(alpha=alpha, beta=0.7, gamma=gamma, **form, **softened(step))
+    method = distill.LRKD(alpha=alpha, beta=0.7, gamma=gamma, **form, **softened(step))
 
     def term(c: Compared) -> Tensor:
         s, t = c.pool("mean")
@@ -1264,7 +1249,7 @@ def several(step: Step) -> Hand:
         each.append(make(step))
         each[-1].layers = step.layers
     made = Hand(
-        Several(*(x.method for x in each)), progress=min(x.progress for x in each),
+        distill.Several(*(x.method for x in each)), progress=min(x.progress for x in each),
         perturb=max(x.perturb for x in each), needs_labels=any(x.needs_labels for x in each),
     )  # fmt: skip
     made.weights = {f"{i}.{n}": w for i, x in enumerate(each) for n, w in x.weights.items()}
@@ -1313,7 +1298,7 @@ def teacher_of(
         model.config.num_labels = 1
         model = type(model)(model.config)
     if narrow:
-        model = student_from_teacher(model, config={"hidden_size": 8})
+        model = distill.student_from_teacher(model, config={"hidden_size": 8})
     if wide:
         model.resize_token_embeddings(V + 4, mean_resizing=False)
     return with_noise(model, 0.05).double().eval()
@@ -1323,7 +1308,7 @@ def teacher_of(
 def student_of(family: str, head: str, numbers: bool, width: int) -> Any:
     """Layers 1 and 3 of the family's teacher, with noise, and without dropout."""
     options = {} if width == 16 else {"config": {"hidden_size": width}}
-    model = student_from_teacher(teacher_of(family, head, numbers), [1, 3], **options)
+    model = distill.student_from_teacher(teacher_of(family, head, numbers), [1, 3], **options)
     set_dropout(model)
     torch.manual_seed(20)
     return with_noise(model, 0.1)
@@ -1357,7 +1342,7 @@ def offloaded(step: Step, folder: str) -> list[Any]:
     teachers, cpu = [copy.deepcopy(x) for x in step.teachers], torch.device("cpu")
     for number, teacher in enumerate(teachers):
         if step.form == "offloaded":
-            offload(teacher, cpu)
+            distill.offload(teacher, cpu)
         elif step.form == "offloaded by accelerate":
             accelerate.cpu_offload(teacher, cpu)
         else:

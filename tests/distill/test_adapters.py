@@ -12,6 +12,7 @@ from tests.distill.support import data_of
 from tests.support.compare import raises
 
 peft = pytest.importorskip("peft")
+KINDS = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
 LORA = {"r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.5}
 
 
@@ -36,39 +37,32 @@ def test_token_types_that_pefts_wrapper_drops_are_refused():
     raises(words, distiller, **data, token_type_ids=types)
 
 
-# Kinds of PEFT that add tokens: as tokens of the rows, or as keys and values of the blocks.
+# Options of PEFT's kinds that add tokens to the rows, or keys and values to the blocks.
 ADD_TOKENS = {
-    "PROMPT_TUNING": ({"num_virtual_tokens": 3}, "in rows"),
-    "P_TUNING": ({"num_virtual_tokens": 3, "encoder_hidden_size": 8}, "in rows"),
-    "MULTITASK_PROMPT_TUNING": ({"num_virtual_tokens": 3, "num_tasks": 2}, "in rows"),
-    "CPT": (
-        {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
-        "in rows",
-    ),
-    "PREFIX_TUNING": ({"num_virtual_tokens": 3}, "in blocks"),
-    "CARTRIDGE": ({"num_virtual_tokens": 3}, "in blocks"),
-    "ADAPTION_PROMPT": ({"adapter_len": 3, "adapter_layers": 2}, "in blocks"),
+    "PROMPT_TUNING": {"num_virtual_tokens": 3},
+    "P_TUNING": {"num_virtual_tokens": 3, "encoder_hidden_size": 8},
+    "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 3, "num_tasks": 2},
+    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1] * 3, "cpt_tokens_type_mask": [1, 2, 3]},
+    "PREFIX_TUNING": {"num_virtual_tokens": 3},
+    "CARTRIDGE": {"num_virtual_tokens": 3},
+    "ADAPTION_PROMPT": {"adapter_len": 3, "adapter_layers": 2},
 }
+IN_BLOCKS = ("PREFIX_TUNING", "CARTRIDGE", "ADAPTION_PROMPT")
 
 
 def test_every_kind_that_adds_tokens_is_in_the_table():
-    kinds = {
-        kind.value
-        for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()
-        if issubclass(config, peft.PromptLearningConfig)
-    }
-    assert kinds | {"ADAPTION_PROMPT"} == {*ADD_TOKENS}
+    prompts = {x for x, config in KINDS.items() if issubclass(config, peft.PromptLearningConfig)}
+    assert {kind.value for kind in prompts} | {"ADAPTION_PROMPT"} == {*ADD_TOKENS}
 
 
 @pytest.mark.parametrize("kind", ADD_TOKENS)
 def test_virtual_tokens_are_right_or_refused(kind):
-    options, where = ADD_TOKENS[kind]
-    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    config = KINDS[peft.PeftType(kind)](task_type="CAUSAL_LM", **ADD_TOKENS[kind])
     teacher, base = (model(t.LlamaForCausalLM, "llama", layers=2) for _ in range(2))
-    student = peft.get_peft_model(base, config(task_type="CAUSAL_LM", **options))
+    student = peft.get_peft_model(base, config)
     data = batch(rows=4)
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
-    if where == "in rows":
+    if kind not in IN_BLOCKS:
         words = f"PEFT's {kind} puts 3 virtual tokens"
         for sides in ((teacher, student), (student, base)):
             raises(words, Distiller, *sides, SoftTargets())

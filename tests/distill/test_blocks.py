@@ -37,10 +37,8 @@ class Patches(nn.Module):
 
 
 def side(layers, D=16, **options):
-    model = Patches(layers, D, **options)
-    return Blocks(
-        model, "blocks", hidden_size=D, output_size=3, final="norm", embeddings="embed", **options
-    )
+    model, names = Patches(layers, D, **options), {"final": "norm", "embeddings": "embed"}
+    return Blocks(model, "blocks", hidden_size=D, output_size=3, **names, **options)
 
 
 def pair(**options):
@@ -83,35 +81,32 @@ def test_layers_are_the_blocks_inputs_and_outputs(batch_first):
         assert torch.equal(seen["step"].student.hidden[layer], expected)
 
 
+class Mean(nn.Sequential):
+    def forward(self, input):
+        return super().forward(input).mean(1).squeeze(-1)
+
+
+def regression(layers, kind=nn.Sequential, outputs=2, **options):
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    model = kind(nn.Embedding(50, 16), blocks, nn.Linear(16, outputs))
+    return Blocks(model, "1", hidden_size=16, output_size=outputs, regression=True, **options)
+
+
 @pytest.mark.parametrize("name", ["fcd", "soft_targets"])
 def test_padding_changes_no_term_of_a_model_without_a_mask(name):
-    def side(layers):
-        blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
-        model = nn.Sequential(nn.Embedding(50, 16), blocks, nn.Linear(16, 2))
-        options = {"output_size": 2, "per_token": True, "regression": True}
-        return Blocks(model, "1", hidden_size=16, **options)
-
     torch.manual_seed(0)
-    distiller = Distiller(side(4), side(2), method_by_name(name))
+    models = (regression(layers, per_token=True) for layers in (4, 2))
+    distiller = Distiller(*models, method_by_name(name))
     ids, labels, mask = torch.randint(50, (4, 9)), torch.randn(4, 9, 2), torch.ones(4, 9)
     mask[:, 6:] = 0
     found = distiller(input=ids, attention_mask=mask, labels=labels).terms
     torch.testing.assert_close(found, distiller(input=ids[:, :6], labels=labels[:, :6]).terms)
 
 
-class Number(nn.Sequential):
-    def forward(self, input):
-        return super().forward(input).mean(1).squeeze(-1)
-
-
 def test_regression_logits_may_have_one_dimension():
-    def side():
-        blocks = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        model = Number(nn.Embedding(50, 16), blocks, nn.Linear(16, 1))
-        return Blocks(model, "1", hidden_size=16, output_size=1, regression=True)
-
     ids, labels = torch.randint(50, (4, 9)), torch.randn(4)
-    distiller = Distiller(side(), side(), method_by_name("soft_targets"))
+    models = (regression(2, Mean, outputs=1) for _ in range(2))
+    distiller = Distiller(*models, method_by_name("soft_targets"))
     student, teacher = (x.model(ids).double() for x in (distiller.student, distiller.teacher))
     terms = distiller(input=ids, labels=labels).terms
     torch.testing.assert_close(terms["task"].double(), (student - labels).square().mean())

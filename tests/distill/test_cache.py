@@ -11,19 +11,10 @@ import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn import functional as F
 
-from fastkd.distill import (
-    FCD,
-    LRKD,
-    Blocks,
-    Distiller,
-    IntraClassKNN,
-    SoftTargets,
-    TeacherCache,
-    student_from_teacher,
-)
+from fastkd import distill
+from fastkd.distill import Distiller, SoftTargets, TeacherCache, student_from_teacher
 from fastkd.distill.cache import sample_keys
 from fastkd.distill.verify import taken
 from fastkd.models.batch import MixedDocuments
@@ -31,23 +22,12 @@ from tests.distill.draws import halved
 from tests.distill.models import batch, classifier, config_of, model, pair, recipe
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
+from tests.distill.test_blocks import side
 from tests.distill.test_distiller import documents, padded
 from tests.support.compare import raises
 from tests.support.draw import FIRST
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
-
-
-def batches(count=3):
-    torch.manual_seed(5)
-    return [batch(rows=6) for _ in range(count)]
-
-
-def method_of(name, **options):
-    torch.manual_seed(1)
-    method = recipe(name, **options)
-    method.perturb = False
-    return method
 
 
 def live_and_cached(teacher, student, make, data, path):
@@ -104,7 +84,7 @@ def test_stored_predictions(family, head, name, changed, stored, once, tmp_path)
     student = student_from_teacher(student, [1, 3])
     teacher = changed(teacher) if changed else teacher
     data = data_of(family, head)
-    cache = live_and_cached(teacher, student, lambda: method_of(name), [data], tmp_path)
+    cache = live_and_cached(teacher, student, lambda: recipe(name), [data], tmp_path)
     found = load_file(next(tmp_path.glob("shard-*")))
     assert found.keys() == stored and len(found["keys"]) == len(cache) == 4
     assert name != "knn" or len(found["hidden.3"]) == 4  # a method that reads one token
@@ -131,8 +111,8 @@ def test_keys_depend_on_every_input_of_the_teacher(tmp_path):
 
 def test_an_interrupted_cache_is_completed(tmp_path):
     teacher, student = pair()
-    distiller = Distiller(teacher, student, method_of("fcd"))
-    data = batches()
+    distiller = Distiller(teacher, student, recipe("fcd"))
+    data = [batch(), batch(), batch()]
 
     def until_it_stops():
         yield from data[:2]
@@ -151,29 +131,29 @@ def test_an_interrupted_cache_is_completed(tmp_path):
 def test_a_cache_that_does_not_match_is_an_error(tmp_path):
     teacher, student = pair()
     raises("holds no teacher cache", TeacherCache, tmp_path, error=FileNotFoundError)
-    live = Distiller(teacher, student, method_of("fcd"))
-    (data,) = batches(1)
+    live = Distiller(teacher, student, recipe("fcd"))
+    (data,) = [batch()]
     live.cache_teacher([data], tmp_path)
     cache = TeacherCache(tmp_path)
     words = r"compares teacher layers \[1, 2\].* stores only \[2, 4\]"
-    raises(words, Distiller, cache, student, method_of("fcd", layers=[1, 2]))
+    raises(words, Distiller, cache, student, recipe("fcd", layers=[1, 2]))
     raises(r"has soft targets, but .* stores no logits", Distiller, cache, student, SoftTargets())
     raises("attention maps", Distiller, cache, student, HiddenAndAttention())
-    cached = Distiller(cache, student, method_of("fcd"))
+    cached = Distiller(cache, student, recipe("fcd"))
     raises("sample 0 of the batch is not in", cached, error=KeyError, **batch())
     raises("a cache already", cached.cache_teacher, [data], tmp_path)
 
     other, words = classifier("bert"), "written with other settings .*"
     raises(f"{words}fingerprint: teacher", begun_by, other, student, [data], tmp_path)
-    top = Distiller(teacher, student, method_of("fcd", layers="top"))
+    top = Distiller(teacher, student, recipe("fcd", layers="top"))
     raises(f"{words}kept: layers", top.cache_teacher, [data], tmp_path)
     raises("another teacher", TeacherCache, tmp_path, teacher=other)
     TeacherCache(tmp_path, teacher=teacher)
 
     pooled = tmp_path / "pooled"
-    Distiller(teacher, student, IntraClassKNN(alpha2=0.0)).cache_teacher([data], pooled)
-    method, words = IntraClassKNN(alpha2=0.0, pool="mean"), "compares 'mean' .* stores 'cls'"
-    raises(words, Distiller, TeacherCache(pooled), student, method)
+    Distiller(teacher, student, distill.IntraClassKNN(alpha2=0.0)).cache_teacher([data], pooled)
+    method = distill.IntraClassKNN(alpha2=0.0, pool="mean")
+    raises("compares 'mean' .* stores 'cls'", Distiller, TeacherCache(pooled), student, method)
     about = json.loads((tmp_path / "teacher.json").read_text())
     (tmp_path / "teacher.json").write_text(json.dumps({**about, "format": 0}))
     raises("has cache format 0", TeacherCache, tmp_path)
@@ -197,7 +177,7 @@ def test_a_changed_file_is_an_error(tmp_path, name):
 
 
 def begun_by(teacher, student, data, path):
-    return Distiller(teacher, student, method_of("fcd")).cache_teacher(data, path)
+    return Distiller(teacher, student, recipe("fcd")).cache_teacher(data, path)
 
 
 def test_what_else_writes_into_the_folder(tmp_path, monkeypatch):
@@ -205,7 +185,7 @@ def test_what_else_writes_into_the_folder(tmp_path, monkeypatch):
 
     So are another precision, and a shard of another cache. Folders without hard links will do.
     """
-    (teacher, student), data = pair(), batches(2)
+    (teacher, student), data = pair(), [batch(), batch()]
     link, words = os.link, "was written with other settings .*fingerprint: teacher"
 
     def second(source, target):
@@ -234,23 +214,13 @@ def test_what_else_writes_into_the_folder(tmp_path, monkeypatch):
     raises(f"{shard.name} does not belong to the cache", TeacherCache, tmp_path / "both")
 
 
-class Encoder(nn.Module):
-    """A model that isn't from transformers."""
-
-    def __init__(self, **options):
-        super().__init__()
-        layers = (nn.TransformerEncoderLayer(16, 2, 32, **options) for _ in range(4))
-        self.head_inputs, self.layers = nn.Embedding(60, 16), nn.Sequential(*layers)
-
-    def forward(self, input_ids):
-        return self.layers(self.head_inputs(input_ids))
-
-
 def configured(kind, **options):
     """A model of the same weights, whatever its configuration."""
     torch.manual_seed(0)
     if kind == "modules":
-        return Blocks(Encoder(batch_first=True, **options), "layers", hidden_size=16)
+        made = side(4)
+        vars(made.model.norm).update(options)
+        return made
     if kind == "adapter default":
         lora = {"r": 2, "target_modules": ["query"], "init_lora_weights": False, **options}
         return peft.get_peft_model(classifier("bert"), peft.LoraConfig(**lora)).eval()
@@ -268,17 +238,19 @@ CONFIGURED = [
     ("llama", {"rms_norm_eps": 1e-2}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("adapter default", {"lora_alpha": 2}),
-    ("modules", {"layer_norm_eps": 1e-2}),
-    ("modules", {"activation": "gelu"}),
+    ("modules", {"eps": 1e-2}),
 ]
 
 
 @pytest.mark.parametrize("kind, changed", CONFIGURED)
 def test_the_configuration_is_part_of_the_fingerprint(kind, changed, tmp_path):
     data, student = [{"input_ids": batch()["input_ids"]}], configured(kind)
+    if kind == "modules":
+        data = [{"image": torch.randn(6, 3, 12, 12)}]
 
     def begin(teacher):
-        return len(Distiller(teacher, student, LRKD(alpha=None)).cache_teacher(data, tmp_path))
+        live = Distiller(teacher, student, distill.LRKD(alpha=None))
+        return len(live.cache_teacher(data, tmp_path))
 
     assert [begin(configured(kind)), begin(configured(kind))] == [6, 6]
     other, (name,) = configured(kind, **changed), changed
@@ -290,7 +262,7 @@ def test_the_configuration_is_part_of_the_fingerprint(kind, changed, tmp_path):
 
 def test_names_paths_and_dropout_do_not_change_the_fingerprint(tmp_path):
     """Another order of classes is an error, without the teacher too."""
-    (teacher, student), data = pair(), batches(1)
+    (teacher, student), data = pair(), [batch()]
     teacher.save_pretrained(tmp_path / "teacher")
     loaded = type(teacher).from_pretrained(tmp_path / "teacher")
     cache = Distiller(teacher, student, SoftTargets()).cache_teacher(data, tmp_path / "cache")
@@ -350,7 +322,7 @@ def test_samples_with_one_key_have_one_entry(family):
     """
     teacher = model(t.AutoModel, family).double()
     student = student_from_teacher(teacher, [2, 4])
-    distiller = Distiller(teacher, student, FCD(task_weight=0)).eval()
+    distiller = Distiller(teacher, student, distill.FCD(task_weight=0)).eval()
     answers, shared = {}, 0
     draw = random.Random(FIRST)
     for i in range(40):

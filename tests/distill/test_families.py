@@ -1,30 +1,28 @@
-"""Blocks and outputs of model families: plain stacks, other structures, models without blocks."""
+"""Blocks and outputs of model families: plain stacks, other structures, models without blocks.
+
+docs/support.md equals the results of the code.
+"""
 
 import copy
+import random
 
 import pytest
 import torch
 import transformers as t
 from torch import nn
 
-from fastkd.distill import (
-    FCD,
-    LRKD,
-    Distiller,
-    IntraClassKNN,
-    Several,
-    SoftTargets,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd import distill
+from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import capture, replaced_embeddings
 from fastkd.models.inputs import NoLayers, find_stack, reads_last_token
 from fastkd.models.outputs import LayerRequest, model_outputs
-from tests.distill.models import batch, classifier, config_of, model, recipe
-from tests.distill.support import data_of, model_of
+from tests.distill import support
+from tests.distill.models import FAMILIES, batch, classifier, config_of, model, recipe
+from tests.distill.support import ALL, data_of, model_of
 from tests.distill.test_student import GEMMA_3N, PER_LAYER
 from tests.support.compare import raises
+from tests.support.draw import FIRST
 
 # Models that test_by_hand.py doesn't run. SqueezeBERT doesn't call its blocks as modules,
 # Longformer pads to whole windows, ProphetNet adds streams of predictions.
@@ -53,7 +51,7 @@ def test_layers_are_transformers_hidden_states(family, head):
 
 def test_a_head_without_ids_reads_the_last_position():
     models, seen = [classifier("gpt2", layers).double() for layers in (4, 2)], []
-    method = IntraClassKNN(alpha2=0, alpha3=0)
+    method = distill.IntraClassKNN(alpha2=0, alpha3=0)
     method.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     embeds = torch.randn(4, 6, 16, dtype=torch.float64)
     Distiller(*models, method).eval()(inputs_embeds=embeds, labels=torch.arange(4) % 2)
@@ -164,8 +162,8 @@ def test_padding_of_sounds_is_not_compared():
     )  # fmt: skip
     teacher = t.Wav2Vec2ForSequenceClassification(config).double()
     student = student_from_teacher(teacher, 1)
-    methods = [method_by_name(name) for name in ("fcd", "mc3kd", "lrkd", "lrc_bert", "knn")]
-    distiller = Distiller(teacher, student, Several(*methods))
+    methods = [distill.method_by_name(name) for name in ("fcd", "mc3kd", "lrkd", "lrc_bert", "knn")]
+    distiller = Distiller(teacher, student, distill.Several(*methods))
     lengths = torch.tensor([4000, 2500, 3300, 4000])
     losses = []
     for width in (4000, 5000):
@@ -197,7 +195,6 @@ STREAMED = {
         dict(n_routed_experts=4, q_lora_rank=8, o_lora_rank=8, qk_rope_head_dim=4),
         lambda x: x.mean(2),
     ),
-    "HYV4": (dict(num_key_value_heads=1, num_experts=4, intermediate_size=16), lambda x: x.mean(2)),
     "Qwen4Exp": (
         dict(
             num_key_value_heads=1, layer_types=["linear_attention"] * 4, num_experts=4,
@@ -303,3 +300,32 @@ def test_the_language_model_of_a_vision_model_is_compared():
     # Position n is about word n + 1, as in any decoder.
     expected = student(**data, labels=ids.masked_fill(ids == 59, -100)).loss
     torch.testing.assert_close(out.terms["task"], expected.detach())
+
+
+# docs/support.md
+
+BEFORE, LINES = support.written()
+
+
+# A step of every head and method takes a minute: `python -m tests.distill.support`.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_lists_the_familys_support(family):
+    """Every head; some with a method that is drawn."""
+    listed = {
+        head: dict(zip(ALL, marks, strict=False))
+        for name, alike, *marks in LINES
+        if name == family
+        for head in alike.split(", ")
+    }
+    assert {*support.heads(family)} == listed.keys()
+    draw = random.Random(f"{FIRST} {family}")
+    drawn = {x: draw.sample(ALL, int(draw.random() < 0.15)) for x in listed}
+    for head, found in support.rows_of(family, drawn.get):
+        for name, why in found.items():
+            assert support.mark(why) == listed[head][name], (head, name, why)
+
+
+def test_the_page_lists_no_other_family_and_every_method():
+    assert BEFORE.splitlines()[-2] == f"| family | head | {' | '.join(ALL)} | |"
+    assert {name for name, *_ in LINES} == set(FAMILIES)

@@ -8,19 +8,8 @@ import transformers as t
 from torch import nn
 from torch.nn import functional as F
 
-from fastkd.distill import (
-    FCD,
-    LRKD,
-    AttentionMSE,
-    Blocks,
-    ByRow,
-    Distiller,
-    IntraClassKNN,
-    Several,
-    SoftTargets,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd import distill
+from fastkd.distill import FCD, LRKD, AttentionMSE, Distiller, IntraClassKNN, SoftTargets
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.baselines import GOLD, Embeddings
 from tests.distill.models import batch, classifier, eager, exact, model, pair
@@ -67,11 +56,11 @@ def wrong_models():
     words = r'sdpa attention .* the teacher with attn_implem.*"eager"'
     yield words, one, *eager([classifier("bert", 2)]), HiddenAndAttention()
     yield "several teachers need one method each", [one, three], two, FCD()
-    methods = Several(FCD(), LRKD(), SoftTargets())
+    methods = distill.Several(FCD(), LRKD(), SoftTargets())
     yield r"got . teachers for 3 methods", [one, three], two, methods
     teacher, student = side(4, 24), side(2)
     yield "compares attention maps", teacher, student, AttentionMSE()
-    yield "has no head", teacher, Blocks(Patches(2), "blocks", hidden_size=16), FCD()
+    yield "has no head", teacher, distill.Blocks(Patches(2), "blocks", hidden_size=16), FCD()
     yield r"describe any other with fastkd.distill.Blocks", teacher, Patches(1), FCD()
 
 
@@ -152,7 +141,7 @@ def wrong_rows():
     yield "relation_heads=5 doesn't divide", of(MiniLMv2(relation_heads=5), *pair()), data
     shared = of(HiddenAndAttention(), *eager(pair("albert")))
     yield "AlbertForSequenceClassification doesn't show", shared, data
-    teachers = ByRow({"a": classifier("bert"), "b": classifier("bert")})
+    teachers = distill.ByRow({"a": classifier("bert"), "b": classifier("bert")})
     by_row = of(SoftTargets(), teachers, classifier("bert", 2))
     for given, said in (
         ({}, "teacher_id: missing; pass each row's teacher: a, b"),
@@ -166,7 +155,7 @@ def wrong_rows():
 def wrong_tokens():
     """The same of one prediction a token, and of packed rows."""
     data = batch()
-    yield r"call distiller.prepare\(batches\)", of(method_by_name("mc3kd")), data
+    yield r"call distiller.prepare\(batches\)", of(distill.method_by_name("mc3kd")), data
     words = {**data, "labels": data["input_ids"]}
     masked = of(SoftTargets(), *pair("bert", head=t.BertForMaskedLM))
     for change, said in (
@@ -183,21 +172,21 @@ def wrong_tokens():
     whole = of(SoftTargets(), *pair("llama"))  # with one prediction per row
     yield "rows are packed with several documents", whole, {**rows, "labels": torch.zeros(1).long()}
     writes, written = model_of("t5", "written words"), data_of("t5", "written words")
-    writes = of(SoftTargets(), writes, student_from_teacher(writes, (1, 3)))
+    writes = of(SoftTargets(), writes, distill.student_from_teacher(writes, (1, 3)))
     lacking = {name: x for name, x in written.items() if name != "labels"}
     yield r"student \(T5For\w+\) is an encoder-decoder; pass labels", writes, lacking
     numbered = {**written, "segments": torch.zeros_like(written["labels"])}
     yield "a decoder's row is one", writes, numbered
     llama = model_of("llama", "next word")
-    undeclared = of(ReadsUndeclared(), llama, student_from_teacher(llama, [1, 3]))
+    undeclared = of(ReadsUndeclared(), llama, distill.student_from_teacher(llama, [1, 3]))
     text = data_of("llama", "next word")
     yield r"the teacher's logits, .* add it to logit_terms", undeclared, text
 
 
 def wrong_inputs():
     """The same of models that aren't from transformers, and of two tokenizers."""
-    blocks = Blocks(Patches(2), "blocks", hidden_size=16, output_size=3)
-    perturbs = of(method_by_name("lrc_bert", preset="paper"), side(4, 24), blocks)
+    blocks = distill.Blocks(Patches(2), "blocks", hidden_size=16, output_size=3)
+    perturbs = of(distill.method_by_name("lrc_bert", preset="paper"), side(4, 24), blocks)
     said = r"pass embeddings=..., or set the method's perturb=False"
     yield said, perturbs, {"image": torch.randn(6, 3, 12, 12), "labels": torch.arange(6) % 3}
     *two, own = read_in_characters()
@@ -244,4 +233,4 @@ def test_wrong_batches_are_errors():
     distiller = Distiller(*pair(), FCD())
     raises("positional", distiller, batch()["input_ids"], error=TypeError)
     distiller.teacher.peft_config = {}
-    raises("merge_and_unload", student_from_teacher, distiller.teacher, [1])
+    raises("merge_and_unload", distill.student_from_teacher, distiller.teacher, [1])

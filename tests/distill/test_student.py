@@ -401,7 +401,6 @@ WRONG = [
     ("bert", {"hiden_size": 8}, "no size 'hiden_size'; use num_hidden_layers, hid"),
     ("bert", {"head_dim": 8}, "BertConfig has no size 'head_dim'"),
     ("bert", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
-    ("bert", {"hidden_size": 8.5}, "hidden_size must be a whole number .* got 8.5"),
     ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
     ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
     ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
@@ -421,7 +420,6 @@ def test_wrong_layers_and_sizes_are_errors():
     teacher, two = classifier("bert"), classifier("bert", layers=2)
     for words, call, *given in (
         ("did you mean 'uniform'", layer_map, "uniforn", 12, 6),
-        ("student has 6 layers but the teacher only 4", layer_map, "top", 4, 6),
         ("student_layers must be at least 1", layer_map, "top", 4, 0),
         ("increasing numbers from 1 to 4", check_layers, [0, 2], 4),
         ("increasing", check_layers, [2, 2], 4),
@@ -430,12 +428,9 @@ def test_wrong_layers_and_sizes_are_errors():
         ("student has 3 layers", select_layers, two, [batch()], 3),
         ("at least two real tokens", select_layers, two, [], 1),
         ("transformers model", select_layers, nn.Linear(2, 2), [batch()], 1),
-        ("must be a transformers model, got Linear", student_from_teacher, nn.Linear(2, 2), [1]),
         ("at least 1, got 0", student_from_teacher, teacher, 0),
-        ("student has 5 layers", student_from_teacher, teacher, 5),
         (r"'uniform'; .*layer_map\(.uniform., 4, co", student_from_teacher, teacher, "uniform"),
         (r"increasing numbers from 1 to 4.*got True", student_from_teacher, teacher, True),
-        ("increasing numbers from 1 to 4", student_from_teacher, teacher, [2, 5]),
     ):  # fmt: skip
         raises(words, call, *given, error=(ValueError, TypeError))
     for family, sizes, words in WRONG:

@@ -12,21 +12,8 @@ import transformers as t
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 
-from fastkd import Head, VocabularyMatch
-from fastkd.distill import (
-    FCD,
-    LRKD,
-    MC3KD,
-    Distiller,
-    Several,
-    SoftTargets,
-    TeacherCache,
-    TwoTokenizers,
-    align_spans,
-    merged_span_loss,
-    span_likelihood_loss,
-    student_from_teacher,
-)
+from fastkd import Head, VocabularyMatch, distill
+from fastkd.distill import FCD, Distiller, Several, SoftTargets, TwoTokenizers
 from fastkd.distill.baselines import GOLD
 from fastkd.distill.method import other_vocabulary
 from fastkd.lm.heads import LowRank
@@ -83,7 +70,7 @@ def test_spans_are_the_same_text_for_both_tokenizers():
     ):  # fmt: skip
         sides = torch.tensor([long]), torch.tensor([short])
         with torch.device("meta"):  # a default for other tensors
-            found = align_spans(*sides)
+            found = distill.align_spans(*sides)
         assert [x[0].tolist() for x in found] == expected
 
 
@@ -121,7 +108,7 @@ def test_images_of_another_size():
     big, small = map(t.ViTForImageClassification, configs)
     images, labels = torch.randn(4, 3, 24, 24), torch.tensor([0, 1, 0, 1])
     own = {"pixel_values": F.interpolate(images, 16), "teacher_pixel_values": images}
-    distiller = Distiller(big, small, MC3KD(layers="uniform", pool="cls"))
+    distiller = Distiller(big, small, distill.MC3KD(layers="uniform", pool="cls"))
     distiller(**own, labels=labels).loss.backward()
     words = "compares tokens, but the teacher has inputs of its own"
     raises(words, Distiller(big, small, FCD()), **own, labels=labels)
@@ -147,7 +134,7 @@ def test_another_vocabulary_warns_once(recwarn):
     for _ in range(2):
         distiller(**batch)
     # No warning with inputs of the teacher's own, or with compared tokenizers.
-    distiller = Distiller(teacher, student, LRKD())
+    distiller = Distiller(teacher, student, distill.LRKD())
     distiller(**batch, teacher_input_ids=batch["input_ids"])
     Distiller(teacher, student, FCD(), tokenizers=word_pieces())(**batch)
     said = f"the student: {other_vocabulary(50, 60)}"
@@ -168,7 +155,7 @@ def pair(student=60, teacher=60):
     """A teacher and a student with embeddings of these sizes."""
     torch.manual_seed(0)
     taught = support.model_of("llama", "next word").double().eval()
-    learner = student_from_teacher(taught, [1, 3])
+    learner = distill.student_from_teacher(taught, [1, 3])
     for model, size in ((taught, teacher), (learner, student)):
         model.resize_token_embeddings(size, mean_resizing=False)
     return taught, learner
@@ -227,8 +214,8 @@ def test_tokenizers_that_do_not_fit_are_errors():
 def test_one_cache_serves_distillers_of_several_vocabularies(tmp_path):
     (teacher, student), data = pair(), words()
     distilled(teacher, student).cache_teacher([data], tmp_path)
-    fresh = distilled(TeacherCache(tmp_path), student)(**data).loss
-    cache = TeacherCache(tmp_path)
+    fresh = distilled(distill.TeacherCache(tmp_path), student)(**data).loss
+    cache = distill.TeacherCache(tmp_path)
     fewer = distilled(cache, student, tokenizers=tokenizer(50))
     before = fewer(**data).loss
     assert torch.equal(distilled(cache, student)(**data).loss, fresh)
@@ -266,7 +253,7 @@ def test_a_cache_of_few_tokens(tmp_path):
     other, (teacher, student, match) = tmp_path / "other", two_models()
     gold = Distiller(teacher, student, GOLD(), tokenizers=match)
     teacher = support.model_of("bert", "sequence")
-    classes = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
+    classes = Distiller(teacher, distill.student_from_teacher(teacher, [1]), SoftTargets())
     for said, made, rows, path, options in (
         (r"other settings \(top_k: k: \[5\], now \[6\]\)", live, data, few, {"top_k": 6}),
         ("was written with other settings", live, data, few, {}),
@@ -363,7 +350,7 @@ def test_gold_beside_other_methods():
 
     expected = terms(teacher, gold)
     for found in (
-        terms(teacher, Several(gold, LRKD(alpha=None))),
+        terms(teacher, Several(gold, distill.LRKD(alpha=None))),
         terms([teacher, teacher], Several(gold, soft)),
     ):
         for name in ("merged", "likelihood"):
@@ -390,7 +377,7 @@ def batch():
 
 def merged(batch, hidden=None, head=None, **options):
     student, teacher = batch["student"], batch["teacher"]
-    return merged_span_loss(
+    return distill.merged_span_loss(
         student.hidden if hidden is None else hidden, student.head if head is None else head,
         teacher.hidden, teacher.head, student_ids=student.ids, teacher_ids=teacher.ids,
         student_spans=student.spans, teacher_spans=teacher.spans, **options,
@@ -439,12 +426,12 @@ def test_no_shared_span_is_zero_and_certain_spans_are_finite():
     none = dict(student_spans=torch.full((1, 2), -1), teacher_spans=torch.zeros(1, 1).long())
     ids = dict(student_ids=torch.zeros(1, 2).long(), teacher_ids=torch.zeros(1, 1).long())
     states, head = torch.randn(1, 2, 3, requires_grad=True), torch.randn(4, 3)
-    loss = merged_span_loss(states, head, torch.randn(1, 1, 3), head, **ids, **none)
+    loss = distill.merged_span_loss(states, head, torch.randn(1, 1, 3), head, **ids, **none)
     loss.backward()
     assert loss == 0 and not states.grad.any()
-    assert span_likelihood_loss(torch.zeros(1, 2), torch.zeros(1, 1), *none.values()) == 0
+    assert distill.span_likelihood_loss(torch.zeros(1, 2), torch.zeros(1, 1), *none.values()) == 0
     certain, span = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1).long()
-    loss = span_likelihood_loss(certain, torch.full((1, 1), -5.0), span, span)
+    loss = distill.span_likelihood_loss(certain, torch.full((1, 1), -5.0), span, span)
     loss.backward()
     assert loss.isfinite() and certain.grad.isfinite().all()
 
@@ -462,4 +449,4 @@ def test_wrong_arguments_raise_one_sentence(batch):
         raises(said, merged, batch, **change)
     learned = torch.zeros(1, 1, requires_grad=True)
     said = "teacher_log_probs requires grad"
-    raises(said, span_likelihood_loss, learned, learned, ids, ids)
+    raises(said, distill.span_likelihood_loss, learned, learned, ids, ids)

@@ -12,20 +12,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkd.distill import (
-    FCD,
-    LRCBERT,
-    LRKD,
-    MC3KD,
-    DistillationTrainer,
-    Distiller,
-    EMATeacher,
-    Several,
-    SoftTargets,
-    method_by_name,
-    select_layers,
-    student_from_teacher,
-)
+from fastkd import distill
+from fastkd.distill import DistillationTrainer, Distiller, SoftTargets, method_by_name
 from fastkd.distill.labelled_order import LabelledOrder, has_label
 from fastkd.distill.methods import Labels
 from fastkd.distill.trainer import count_labels
@@ -35,7 +23,6 @@ from tests.distill.models import (
     model,
     padded_left,
     pair,
-    recipe,
     set_dropout,
     split,
 )
@@ -126,12 +113,12 @@ class Training:
         elif self.kind == "decisions":
             known = known[:, None] & (torch.rand(n, 3) < 0.9)
             data["labels"] = torch.where(known, torch.rand(n, 3).round(), torch.nan)
-        methods = [SoftTargets(alpha=draw.choice([0.3, 1.0])), LRKD(), Labels()]
+        methods = [SoftTargets(alpha=draw.choice([0.3, 1.0])), distill.LRKD(), Labels()]
         if self.kind == "text alone":
             del data["labels"]
             methods = [SoftTargets(alpha=1.0)]
         elif self.parts == processes == 1:  # of one batch's samples
-            methods[2:] = [FCD(task_weight=0.5), LRCBERT(first_stage=0.5)]
+            methods[2:] = [distill.FCD(task_weight=0.5), distill.LRCBERT(first_stage=0.5)]
         self.method = methods[seed // 4 % len(methods)]
 
     def steps(self):
@@ -235,7 +222,7 @@ def arguments(directory, **options):
 def trainer(directory, method, data=None, teacher=None, labelled_share=0.25, **options):
     torch.manual_seed(0)
     teacher = classifier("bert") if teacher is None else teacher
-    student = student_from_teacher(teacher, [2, 4])
+    student = distill.student_from_teacher(teacher, [2, 4])
     data = rows() if data is None else data
     options = {
         "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3,
@@ -258,8 +245,8 @@ def test_a_resumed_run_equals_an_unbroken_run(tmp_path):
 
     def run(directory):
         torch.manual_seed(0)
-        student = student_from_teacher(classifier("bert"), [2, 4])
-        distiller = Distiller(EMATeacher(student, 0.9), student, MC3KD())
+        student = distill.student_from_teacher(classifier("bert"), [2, 4])
+        distiller = Distiller(distill.EMATeacher(student, 0.9), student, distill.MC3KD())
         given = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 8}
         args = arguments(directory, learning_rate=1e-2, **given)
         return DistillationTrainer(model=distiller, args=args, train_dataset=few_labels())
@@ -321,7 +308,7 @@ def test_mc3kd_is_prepared_from_training_data(tmp_path):
     whole = trained(tmp_path, method_by_name("mc3kd"), **short)
     layers = whole.distiller.method.teacher_layers
     everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
-    assert layers == select_layers(whole.distiller.teacher, everything, 2)
+    assert layers == distill.select_layers(whole.distiller.teacher, everything, 2)
     given = trained(tmp_path, method_by_name("mc3kd", layers=layers), **short)
     assert all(map(torch.equal, whole.distiller.parameters(), given.distiller.parameters()))
 
@@ -354,7 +341,8 @@ def test_columns_of_the_loss_are_kept(kind, tmp_path):
         lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
         student = peft.get_peft_model(student, lora)
     elif kind == "several":
-        teacher, method = [teacher, classifier("bert")], Several(SoftTargets(), LRKD())
+        teacher = [teacher, classifier("bert")]
+        method = distill.Several(SoftTargets(), distill.LRKD())
         whole["teacher_input_ids"] = ids * 7 % 60
         whole["teacher_attention_mask"] = whole["attention_mask"]
     elif kind == "segments":
@@ -414,12 +402,12 @@ def test_a_ready_distiller_and_wrong_arguments(tmp_path):
 
 
 def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
-    """Each trial of a search also chooses layers from data, as a run of its own does."""
+    """Which chooses layers from data."""
     teacher, made = classifier("bert"), []
 
     def model_init(trial):
-        beta = trial.suggest_float("beta", 0.01, 0.02) if trial else 0.01
-        made.append(Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD(beta=beta)))
+        student = distill.student_from_teacher(teacher, [2, 4])
+        made.append(Distiller(teacher, student, distill.MC3KD()))
         return made[-1]
 
     args = arguments(tmp_path, max_steps=2, save_strategy="no")
@@ -432,13 +420,6 @@ def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
     words, wrong = "model_init must return a Distiller, got BertFor", {"error": TypeError}
     raises(words, DistillationTrainer, args=args, model_init=lambda: teacher, **wrong)
 
-    def space(trial):
-        return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}
-
-    pytest.importorskip("optuna")
-    best = runs.hyperparameter_search(space, n_trials=2, backend="optuna")
-    assert best.objective > 0 and best.hyperparameters.keys() == {"beta", "learning_rate"}
-
 
 def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn):
     for name, steps, term in (
@@ -446,7 +427,8 @@ def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn):
         ("lrkd", 2, ""),
     ):  # fmt: skip
         recwarn.clear()
-        run = trainer(tmp_path, recipe(name), gradient_accumulation_steps=steps)
+        method = method_by_name(name, preset="paper")
+        run = trainer(tmp_path, method, gradient_accumulation_steps=steps)
         run.callback_handler.on_train_begin(run.args, run.state, run.control)
         said = [str(w.message) for w in recwarn if "compares samples" in str(w.message)]
         assert len(said) == bool(term)

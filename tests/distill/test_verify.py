@@ -11,14 +11,8 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import (
-    Distiller,
-    EMATeacher,
-    Several,
-    SoftTargets,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd import distill
+from fastkd.distill import Distiller, SoftTargets, method_by_name, student_from_teacher
 from fastkd.distill.verify import Check, _check, _Step, begin, table, verify
 from tests.distill.models import batch, classifier, config_of, pair, ready, recipe, step
 from tests.distill.processes import CONTEXT
@@ -132,7 +126,7 @@ def test_processes(monkeypatch):
     torch.manual_seed(0)
     teacher, student = pair()
     mc3kd = method_by_name("mc3kd", preset="paper")
-    distiller = Distiller(teacher, student, Several(recipe("fcd"), mc3kd))
+    distiller = Distiller(teacher, student, distill.Several(recipe("fcd"), mc3kd))
     distiller.prepare([batch(rows=6)])
     hooks = [hook for module in teacher.modules() for hook in module._forward_hooks.values()]
     step = _Step(distiller, batch(rows=6))
@@ -182,7 +176,7 @@ def test_a_wrong_gradient_is_detected():
 def test_an_average_that_a_checkpoint_forgets_is_detected(monkeypatch):
     torch.manual_seed(0)
     student = student_from_teacher(classifier("bert"), [2, 4])
-    step = _Step(Distiller(EMATeacher(student, 0.5), student, SoftTargets()), batch(rows=4))
+    step = _Step(Distiller(distill.EMATeacher(student, 0.5), student, SoftTargets()), batch(rows=4))
     ways = step.reloaded, step.resumed
     assert all(_check("way", way, step).verdict == "equal" for way in ways)
     monkeypatch.setattr("fastkd.distill.distiller.averaging_teachers", lambda teacher: {})

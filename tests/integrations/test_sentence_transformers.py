@@ -8,26 +8,16 @@ import pytest
 import torch
 
 pytest.importorskip("sentence_transformers")
+import sentence_transformers as models
 from datasets import Dataset
-from sentence_transformers import (
-    CrossEncoder,
-    MultiVectorEncoder,
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-    SparseEncoder,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MSELoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from fastkd import CCALoss, cos_nce_loss, relation_loss
 from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, student_from_teacher
-from fastkd.integrations.sentence_transformers import (
-    CCADistillLoss,
-    CosNCEDistillLoss,
-    LayerDistillLoss,
-    RelationDistillLoss,
-)
+from fastkd.integrations import sentence_transformers as losses
+from fastkd.integrations.sentence_transformers import LayerDistillLoss, RelationDistillLoss
 from tests.distill.processes import run_ranks
 from tests.support.compare import raises
 from tests.support.tiny import WORDS, make_teacher
@@ -94,8 +84,8 @@ def assert_same_step(found, expected, model):
 
 LOSSES = {
     "relations": (RelationDistillLoss, {}, lambda s, t: relation_loss(s, t, over="samples")),
-    "cca": (CCADistillLoss, {"ridge": 0.1}, lambda s, t: CCALoss(0.1)(s[:, None], t[:, None])),
-    "cos_nce": (CosNCEDistillLoss, {}, cos_nce_loss),
+    "cca": (losses.CCADistillLoss, {"ridge": 0.1}, lambda s, t: CCALoss(0.1)(s[None], t[None])),
+    "cos_nce": (losses.CosNCEDistillLoss, {}, cos_nce_loss),
 }
 
 
@@ -118,7 +108,7 @@ def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
 def test_loss_is_averaged_over_columns(folder):
     model, teacher = both_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
-    value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
+    value = losses.CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
     each = [cos_nce_loss(x, labels) for x in embedded(model, TEXTS, OTHERS)]
     torch.testing.assert_close(value, sum(each) / 2, **CLOSE)
 
@@ -150,7 +140,7 @@ def test_options_set_later_are_those_of_a_new_loss(folder):
     (model, _), student, teacher = both_of(folder), torch.randn(8, 4), torch.randn(8, 4)
     for cls, name, value in (
         (RelationDistillLoss, "distance", "mse"), (RelationDistillLoss, "normalize", "none"),
-        (CCADistillLoss, "ridge", 0.1), (CCADistillLoss, "top_k", 2),
+        (losses.CCADistillLoss, "ridge", 0.1), (losses.CCADistillLoss, "top_k", 2),
     ):  # fmt: skip
         late, new = cls(model), cls(model, **{name: value})
         setattr(late, name, value)
@@ -163,7 +153,7 @@ def test_half_precision_rounds_neither_the_teacher_nor_a_projection(folder):
     found = RelationDistillLoss(model).loss_of_embeddings([student], teacher)
     assert torch.equal(found, relation_loss(student.float(), teacher, over="samples"))
     assert not torch.equal(found, relation_loss(student, teacher.bfloat16(), over="samples"))
-    loss, longer = CosNCEDistillLoss(model, teacher_dim=32), torch.randn(8, 32)
+    loss, longer = losses.CosNCEDistillLoss(model, teacher_dim=32), torch.randn(8, 32)
     torch.nn.init.normal_(loss.projections["16"].weight)
     expected = loss.loss_of_embeddings([student.float()], longer)
     with torch.autocast("cpu", torch.bfloat16):
@@ -219,7 +209,7 @@ def test_layers_and_embeddings_come_from_one_pass(folder, make):
 
 MAKERS = {
     "relations": lambda model, teacher: RelationDistillLoss(model, dims=[16, 8]),
-    "projection": lambda model, teacher: CosNCEDistillLoss(model, dims=[16, 8]),
+    "projection": lambda model, teacher: losses.CosNCEDistillLoss(model, dims=[16, 8]),
     "cached": lambda model, teacher: RelationDistillLoss(model, mini_batch_size=3),
     "layers": lambda model, teacher: LayerDistillLoss(
         model, teacher, LRKD(alpha=None), loss=RelationDistillLoss(model)
@@ -238,7 +228,7 @@ def train(rank, name, folder, out, batch):
             for parameter in loss._own_parameters() if rank else []:
                 parameter.add_(1.0)  # follows the first process
     rows = {"text": TEXTS[:12], "label": teacher_answers(teacher, TEXTS[:12])[0].tolist()}
-    args = SentenceTransformerTrainingArguments(
+    args = models.SentenceTransformerTrainingArguments(
         str(out), per_device_train_batch_size=batch, max_steps=3, learning_rate=1e-2,
         report_to="none", save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
         disable_tqdm=True, optim="sgd", max_grad_norm=0.0,
@@ -279,7 +269,7 @@ def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
     labels = torch.stack(teacher_answers(teacher, TEXTS, OTHERS), 1).tolist()
     rows = Dataset.from_dict({"a": TEXTS, "b": OTHERS, "label": labels})
     loss = LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=RelationDistillLoss(model))
-    args = SentenceTransformerTrainingArguments(
+    args = models.SentenceTransformerTrainingArguments(
         str(tmp_path / "run"), per_device_train_batch_size=8, num_train_epochs=1, use_cpu=True,
         report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
@@ -298,7 +288,7 @@ def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
 def test_invalid_calls_raise_one_sentence(folder):
     model, teacher = both_of(folder)
     features, fcd = features_of(model, TEXTS), FCD(task_weight=0.0)
-    loss, wide = RelationDistillLoss(model), CosNCEDistillLoss(model, teacher_dim=24)
+    loss, wide = RelationDistillLoss(model), losses.CosNCEDistillLoss(model, teacher_dim=24)
     cached = RelationDistillLoss(model, mini_batch_size=4)
     layers, copies = (LayerDistillLoss(model, teacher, fcd) for _ in range(2))
     _, other = both_of(folder)
@@ -312,7 +302,7 @@ def test_invalid_calls_raise_one_sentence(folder):
         ("dims must be at most 16", RelationDistillLoss, [model], {"dims": [32]}),
         ("dims must be different", RelationDistillLoss, [model], {"dims": []}),
         ("distance", RelationDistillLoss, [model], {"distance": "cosine"}),
-        ("mini_batch_size can't be combined with a projection", CosNCEDistillLoss, [model], narrow),
+        ("can't be combined with a projection", losses.CosNCEDistillLoss, [model], narrow),
         (r"length 24 \(teacher_dim\), got 16", wide, [features, torch.randn(16, 16)], {}),
         ("LRCBERT needs perturbed embeddings", LayerDistillLoss,
          [model, teacher, LRCBERT(perturb=True)], {}),
@@ -330,13 +320,13 @@ def test_invalid_calls_raise_one_sentence(folder):
 def test_models_without_one_dense_vector_are_refused_by_name(folder):
     _, teacher = both_of(folder)
     for kind, has in (
-        (MultiVectorEncoder, "one for each token"),
-        (SparseEncoder, "a weight for each token of its vocabulary"),
-        (CrossEncoder, r"a score for a pair of texts; use Distiller\(teacher.model, student.mod"),
+        (models.MultiVectorEncoder, "one for each token"),
+        (models.SparseEncoder, "a weight for each token of its vocabulary"),
+        (models.CrossEncoder, r"a score for a pair of texts; use Distiller\(teacher.model, stu"),
     ):
         encoder = kind(str(folder))
         wrong = f"compares one vector a text, and {kind.__name__} has {has}"
-        raises(f"model: CCADistillLoss {wrong}", CCADistillLoss, encoder, error=TypeError)
+        raises(f"model: CCADistillLoss {wrong}", losses.CCADistillLoss, encoder, error=TypeError)
         for name, both in (("model", (encoder, teacher)), ("teacher", (teacher, encoder))):
             words = f"{name}: LayerDistillLoss {wrong}"
             raises(words, LayerDistillLoss, *both, FCD(task_weight=0.0), error=TypeError)
