@@ -70,17 +70,15 @@ TYPED = {"bert", "electra", "albert", "xlnet"}  # that read segments
 OF_TOKENS = ("tokens", "masked words", "next word", "written words")
 V = 60
 # Names of the modules that give queries, keys and values; GPT-2's gives all three.
-QKV = [
-    ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"),
-    ("query_proj", "key_proj", "value_proj"),
-]  # fmt: skip
+QKV = {
+    "query", "key", "value", "q_lin", "k_lin", "v_lin", "q_proj", "k_proj", "v_proj", "query_proj",
+    "key_proj", "value_proj", "c_attn",
+}  # fmt: skip
 SHOW_QKV = {"bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"}
 READ_QKV = ("minilm", "minilmv2", "own")
 # Methods that compare no layers but the last, and linear maps that get adapters.
 LAST = ("labels", "soft_targets", "knn", "lrkd", "distilbert", "embeddings", "gold")
-LORA = {
-    "bert": ["query", "value"], "roberta": ["query"], "gpt2": ["c_attn"], "llama": ["q_proj"],
-}  # fmt: skip
+LORA = {"bert": ["query"], "roberta": ["value"], "gpt2": ["c_attn"], "llama": ["q_proj"]}
 TYPES = {"decisions": "multi_label_classification", "shares": "single_label_classification"}
 
 
@@ -200,7 +198,7 @@ class Step:
             forms += ["float32 student", "float32 teachers", "autocast"]
         words = self.head in ("masked words", "next word") and self.name != "gold"
         if words and not (self.tuples or self.top_k):
-            forms += ["halved output", "halved layer", "halved class"]
+            forms += ["halved output", "halved layer"]
         forms += ["checkpointing"] * bool(self.student.supports_gradient_checkpointing)
         forms += ["adapters"] * (self.family in LORA)
         same = len(self.teachers) == 1 and not (self.stored or self.wide) and self.shared == V
@@ -218,10 +216,6 @@ class Step:
                 self.form, self.teachers
             ):
                 model.float()
-        elif self.form == "halved class":
-            for model in models:
-                kind = type(model)
-                model.__class__ = type(kind.__name__, (kind,), {"forward": halving(kind)})
         elif self.form.startswith("halved"):
             for model in models:
                 layer = model if self.form == "halved output" else model.get_output_embeddings()
@@ -658,7 +652,7 @@ def projections_of(model: Any) -> Iterator[dict[str, list[Tensor]]]:
                 parts = out.chunk(3, -1) if last == "c_attn" else [out]
                 found.setdefault(block, []).extend(parts)
 
-            if last == "c_attn" or any(last in names for names in QKV):
+            if last in QKV:
                 hooks.enter_context(module.register_forward_hook(hook))
         yield found
 
@@ -669,14 +663,6 @@ def halved(out: Any) -> Any:
         return out / 2
     out.logits = out.logits / 2
     return out
-
-
-def halving(kind: Any) -> Any:
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return halved(kind.forward(self, *args, **kwargs))
-
-    return forward
 
 
 def leave(self: Offload) -> None:

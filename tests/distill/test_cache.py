@@ -22,7 +22,7 @@ from tests.distill.draws import halved
 from tests.distill.models import batch, classifier, config_of, model, pair, recipe
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of
-from tests.distill.test_blocks import side
+from tests.distill.test_blocks import HeadInputs
 from tests.distill.test_distiller import documents, padded
 from tests.support.compare import raises
 from tests.support.draw import FIRST
@@ -218,9 +218,10 @@ def configured(kind, **options):
     """A model of the same weights, whatever its configuration."""
     torch.manual_seed(0)
     if kind == "modules":
-        made = side(4)
-        vars(made.model.norm).update(options)
-        return made
+        made = HeadInputs(2)
+        for module in (made, made.embed):
+            vars(module).update(options)
+        return distill.Blocks(made, "blocks", hidden_size=16, output_size=50, per_token=True)
     if kind == "adapter default":
         lora = {"r": 2, "target_modules": ["query"], "init_lora_weights": False, **options}
         return peft.get_peft_model(classifier("bert"), peft.LoraConfig(**lora)).eval()
@@ -238,15 +239,14 @@ CONFIGURED = [
     ("llama", {"rms_norm_eps": 1e-2}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("adapter default", {"lora_alpha": 2}),
-    ("modules", {"eps": 1e-2}),
+    ("modules", {"max_norm": 0.5}),
+    ("modules", {"activation": F.relu}),
 ]
 
 
 @pytest.mark.parametrize("kind, changed", CONFIGURED)
 def test_the_configuration_is_part_of_the_fingerprint(kind, changed, tmp_path):
-    data, student = [{"input_ids": batch()["input_ids"]}], configured(kind)
-    if kind == "modules":
-        data = [{"image": torch.randn(6, 3, 12, 12)}]
+    data, student = [{"input_ids": batch()["input_ids"] % 50}], configured(kind)
 
     def begin(teacher):
         live = Distiller(teacher, student, distill.LRKD(alpha=None))

@@ -1,7 +1,4 @@
-"""Blocks and outputs of model families: plain stacks, other structures, models without blocks.
-
-docs/support.md equals the results of the code.
-"""
+"""Blocks and outputs of model families, and docs/support.md, which equals the code's results."""
 
 import copy
 import random
@@ -91,7 +88,6 @@ def test_backbones_of_few_models():
 
 def test_custom_classes_keep_their_heads():
     """Models with remote code declare their properties."""
-
     HeadInputs = type("HeadInputs", (t.GPT2LMHeadModel,), {})
     Tags = type("Tags", (t.BertForTokenClassification,), {})
     for head, family, per_token, causal in (
@@ -132,13 +128,12 @@ def test_convolutions_are_not_taken_for_blocks(sounds):
     student = student_from_teacher(teacher, 7)
     assert Backbone(student).blocks_name == Backbone(teacher).blocks_name == "encoder.layers"
     sound = torch.randn(2, 2000)
-    layers = range(1, 8)
     with torch.no_grad():
         expected = student.eval()(sound, output_hidden_states=True).hidden_states
-        inputs = {"input_values": sound}
-        kept = model_outputs(Backbone(student), inputs, LayerRequest(tuple(layers)))
-    for layer in layers:
-        torch.testing.assert_close(kept.hidden[layer], expected[layer])
+        request = LayerRequest(tuple(range(1, 8)))
+        kept = model_outputs(Backbone(student), {"input_values": sound}, request)
+    for layer, states in kept.hidden.items():
+        torch.testing.assert_close(states, expected[layer])
 
 
 class Twice(t.PreTrainedModel):
@@ -270,8 +265,7 @@ def test_a_model_without_layers_learns_from_outputs(method):
 
 
 def test_a_model_of_two_towers_is_an_error_with_its_parts():
-    text = {**TOWER, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
-    config = t.CLIPConfig(text_config=text, vision_config=SEEN, projection_dim=8)
+    config = t.CLIPConfig(text_config=SAID, vision_config=SEEN, projection_dim=8)
     teacher, student = t.CLIPModel(config), t.CLIPModel(config)
     words = r"student: CLIPModel has several parts .*vision_config"
     raises(words, Distiller, teacher, student, LRKD(alpha=None))
@@ -283,9 +277,8 @@ def test_the_language_model_of_a_vision_model_is_compared():
     config = t.LlavaConfig(
         text_config={"model_type": "llama", **SAID, "initializer_range": 0.2},
         vision_config={"model_type": "clip_vision_model", **SEEN, "projection_dim": 8},
-        image_token_index=59,
-        image_seq_length=4,
-    )
+        image_token_index=59, image_seq_length=4,
+    )  # fmt: skip
     teacher = t.LlavaForConditionalGeneration(config)
     student = student_from_teacher(teacher, 2)
     assert student.config.text_config.num_hidden_layers == 2

@@ -70,8 +70,8 @@ def test_the_last_layer_of_a_compiled_model_is_read_in_a_graph():
     teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
     compiled = torch.compile(teacher, backend="eager")
     student = student_from_teacher(teacher, [1, 3])
-    with pytest.raises(ValueError, match=r"is compiled, and its hidden states 3 are not"):
-        Distiller(compiled, student, FCD())(**data)
+    words = "is compiled, and its hidden states 3 are not"
+    raises(words, Distiller(compiled, student, FCD()), **data)
     right = Distiller(teacher, student, FCD()).eval()(**data)
     student.compile(backend="eager")
     graph = torch.compile(Distiller(compiled, student, FCD()).eval(), backend="eager")

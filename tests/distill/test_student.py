@@ -65,19 +65,6 @@ def test_student_equals_the_teacher_without_the_dropped_blocks(family, head, lay
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
 
-@pytest.mark.parametrize("layers, groups", [([1, 2, 3, 4], 2), ([1, 4], 2), ([2, 3, 4], 3)])
-def test_albert_layers_keep_their_group(layers, groups):
-    teacher = classifier("albert", num_hidden_groups=2)
-    nn.init.normal_(teacher.albert.encoder.albert_layer_groups[1].albert_layers[0].ffn.weight)
-    student = student_from_teacher(teacher, layers)
-    assert student.config.num_hidden_groups == groups
-    per_group = len(layers) / groups
-    for i, layer in enumerate(layers):
-        new = student.albert.encoder.albert_layer_groups[int(i / per_group)]
-        old = teacher.albert.encoder.albert_layer_groups[(layer - 1) // 2]
-        assert torch.equal(new.albert_layers[0].ffn.weight, old.albert_layers[0].ffn.weight)
-
-
 def test_dtype_mode_ties_and_training_state():
     teacher = classifier("bert").requires_grad_(False).to(torch.bfloat16).train()
     student = student_from_teacher(teacher, [1])
@@ -288,9 +275,7 @@ def test_unused_widths_are_cut_first(family):
 def test_smaller_heads_keep_the_teachers_scores(family):
     """Positions turn each pair of dimensions as fast as before, and scores keep their scale."""
     teacher = model_of(family, "sequence").eval()
-    odd, first = torch.arange(1, 8, 2), torch.arange(4)  # of a head's 8
-    if family == "t5":
-        odd = torch.tensor([0, 1, 4, 7])
+    odd, first = [0, 1, 4, 7] if family == "t5" else [1, 3, 5, 7], [0, 1, 2, 3]  # of a head's 8
     heads = teacher.config.num_attention_heads
     with torch.no_grad():
         for name, tensor in teacher.named_parameters():
@@ -369,16 +354,12 @@ def test_hidden_dimensions_with_large_gains_are_kept(family):
 
 
 def test_layers_and_widths_are_cut_together():
-    teacher = classifier("bert")
-    student = student_from_teacher(teacher, [1, 4], config={"intermediate_size": 8})
-    narrow = student_from_teacher(teacher, config={"intermediate_size": 8})
-    assert torch.equal(
-        student.bert.encoder.layer[1].output.dense.weight,
-        narrow.bert.encoder.layer[3].output.dense.weight,
-    )
-    by_name = student_from_teacher(teacher, config={"intermediate_size": 8, "num_hidden_layers": 2})
-    assert by_name.config.num_hidden_layers == 2
-    assert len(student_from_teacher(teacher).bert.encoder.layer) == 4
+    teacher, sizes = classifier("bert"), {"intermediate_size": 8}
+    narrow = student_from_teacher(teacher, config=sizes).bert.encoder.layer
+    student = student_from_teacher(teacher, config={**sizes, "num_hidden_layers": 2})
+    layer = student.bert.encoder.layer[0]
+    assert (len(narrow), student.config.num_hidden_layers) == (4, 2)
+    assert torch.equal(layer.output.dense.weight, narrow[1].output.dense.weight)
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta_v2", "gpt2", "qwen3", "bart", "albert"])
@@ -404,7 +385,6 @@ WRONG = [
     ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
     ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
     ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
-    ("bert", {"num_hidden_layers": 9}, "student has 9 layers"),
     ("bert", {"num_hidden_layers": 0}, "num_hidden_layers must be .*at least 1, got 0"),
     ("llama", {"num_key_value_heads": 2, "num_attention_heads": 1}, "no multiple of num_key"),
     ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
@@ -425,7 +405,6 @@ def test_wrong_layers_and_sizes_are_errors():
         ("increasing", check_layers, [2, 2], 4),
         ("increasing", check_layers, [], 4),
         ("2 teacher layers for 3 student layers", resolve_layers, [1, 2], 4, 3),
-        ("student has 3 layers", select_layers, two, [batch()], 3),
         ("at least two real tokens", select_layers, two, [], 1),
         ("transformers model", select_layers, nn.Linear(2, 2), [batch()], 1),
         ("at least 1, got 0", student_from_teacher, teacher, 0),

@@ -5,6 +5,7 @@ Each of the next requests fails as a fault says: a status, or one of "drip", "cu
 """
 
 import asyncio
+import functools
 import json
 import threading
 from typing import Any
@@ -40,10 +41,8 @@ class Served:
         logits, _ = self.run(tokens)
         values = logits if fault == "logits" else logits.log_softmax(-1)
         top = values[:-1].topk(min(k, values.shape[-1]), -1)
-        return [
-            list(zip(v, i, strict=True))
-            for v, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-        ]
+        rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        return [list(zip(*row, strict=True)) for row in rows]
 
 
 async def answer(request: web.Request, made: Any) -> web.StreamResponse:
@@ -105,15 +104,9 @@ def application(served: Served) -> web.Application:
             about["hidden_states"] = [served.run(tokens)[1].tolist()]
         return [{"meta_info": about}] * 2 if fault == "choices" else {"meta_info": about}
 
-    async def completions(request: web.Request) -> web.StreamResponse:
-        return await answer(request, completion)
-
-    async def generates(request: web.Request) -> web.StreamResponse:
-        return await answer(request, generate)
-
     app = web.Application()
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/generate", generates)
+    app.router.add_post("/v1/completions", functools.partial(answer, made=completion))
+    app.router.add_post("/generate", functools.partial(answer, made=generate))
     return app
 
 

@@ -14,9 +14,7 @@ from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache
 from fastkd.integrations.vllm import recorded_teacher
 from tests.support.compare import raises
 
-SIZES = dict(
-    vocab_size=60, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, head_dim=16
-)
+SIZES = {"vocab_size": 60, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
 LAYERS = [4, 1]
 BATCH = {"input_ids": torch.arange(36).view(3, 12) + 2, "attention_mask": torch.ones(3, 12).long()}
 BATCH["attention_mask"][1, 9:] = 0
@@ -26,27 +24,22 @@ BATCH["attention_mask"][2, :3] = 0
 def model(family, hidden, depth, seed):
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")
-    made = config(hidden_size=hidden, num_hidden_layers=depth, **SIZES)
+    made = config(hidden_size=hidden, num_hidden_layers=depth, num_key_value_heads=2, **SIZES)
     return getattr(transformers, f"{family}ForCausalLM")(made).eval()
 
 
-def write(teacher, folder, batch=BATCH, layers=LAYERS):
+def write(teacher, folder):
     """Files as the connector writes them: the outputs of blocks, one file per row."""
-    found = {}
-    hooks = [
-        teacher.model.layers[layer - 1].register_forward_hook(
-            lambda block, args, output, layer=layer: found.update({layer: output[0]})
-        )
-        for layer in layers
-    ]
-    for i, (row, real) in enumerate(zip(*batch.values(), strict=True)):
+    found, teacher = {}, copy.deepcopy(teacher)
+    for layer in LAYERS:
+        block = teacher.model.layers[layer - 1]
+        block.register_forward_hook(lambda _, args, out, layer=layer: found.update({layer: out[0]}))
+    for i, (row, real) in enumerate(zip(*BATCH.values(), strict=True)):
         tokens = row[real.bool()]
         with torch.no_grad():
             teacher(tokens[None])
-        states = torch.stack([found[layer] for layer in layers], 1)
+        states = torch.stack([found[layer] for layer in LAYERS], 1)
         save_file({"token_ids": tokens, "hidden_states": states}, folder / f"hs_{i}.safetensors")
-    for hook in hooks:
-        hook.remove()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])

@@ -171,14 +171,10 @@ def test_large_embeddings_without_a_loss_have_no_effect(folder):
     assert value.isfinite()
 
 
-METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_layer_terms_equal_a_distillers(folder, name):
+@pytest.mark.parametrize("method", [FCD(task_weight=0.0), LRKD(alpha=None)], ids=repr)
+def test_layer_terms_equal_a_distillers(folder, method):
     model, teacher = both_of(folder)
-    loss, method = (copy.deepcopy(METHODS[name]) for _ in range(2))
-    loss = LayerDistillLoss(model, teacher, loss)
+    loss = LayerDistillLoss(model, teacher, copy.deepcopy(method))
     distiller = Distiller(copy.deepcopy(teacher[0].auto_model), model[0].auto_model, method)
     distiller.method.load_state_dict(loss.method.state_dict())
     value = loss(features_of(model, TEXTS, OTHERS), None)

@@ -153,8 +153,8 @@ def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, sentence, protocol):
     server.plant(*[fault] * 9)  # requests of the test before may still come
-    with pytest.raises(ServerError, match=sentence):
-        distiller_of(served_by(server, protocol, top_k=3), teacher)(**batch())
+    served = served_by(server, protocol, top_k=3)
+    raises(sentence, distiller_of(served, teacher), error=ServerError, **batch())
 
 
 def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, short_pauses):
@@ -171,8 +171,8 @@ def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, short_pauses):
     finally:
         second.stop()
     gone = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=1)
-    with pytest.raises(ServerError, match=r"gave no answer in 2 tries .*resume"):
-        distiller_of(gone, teacher)(**inputs)
+    words = r"gave no answer in 2 tries .*resume"
+    raises(words, distiller_of(gone, teacher), error=ServerError, **inputs)
 
 
 def test_next_batches_are_in_flight_and_each_row_is_requested_once(server, teacher):
@@ -214,16 +214,10 @@ def test_refusals(server, teacher):
     raises("ignore the temperature 2", distiller, error=ServerError, **batch())
 
 
-@pytest.fixture
-def decoder(tmp_path):
-    """A server of a decoder with a tokenizer, at tmp_path / "teacher"."""
-    served = Server(make_decoder(tmp_path / "teacher"))
-    yield served
-    served.stop()
-
-
-def test_command_learns_from_a_server_as_from_the_model(decoder, tmp_path):
+def test_command_learns_from_a_server_as_from_the_model(tmp_path, request):
     """`fastkd distill --teacher URL` reaches the student of `fastkd distill --teacher DIR`."""
+    decoder = Server(make_decoder(tmp_path / "teacher"))
+    request.addfinalizer(decoder.stop)
     shutil.copytree(tmp_path / "teacher", tmp_path / "student")
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "teacher")
     student_from_teacher(model, [1]).save_pretrained(tmp_path / "student")

@@ -13,13 +13,8 @@ import urllib.request
 import pytest
 
 from fastkd.integrations.served_teacher import ServedTeacher
-from tests.integrations.test_served_teacher import (
-    V,
-    assert_same_step,
-    batch,
-    cache_of_top_k,
-    make_teacher,
-)
+from tests.integrations import test_served_teacher as served
+from tests.integrations.test_served_teacher import V
 
 PYTHON = os.environ.get("FASTKD_VLLM")
 pytestmark = [
@@ -30,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def teacher():
-    return make_teacher(width=64)  # vLLM's attention on a CPU has no heads narrower than 32
+    return served.make_teacher(width=64)  # vLLM's attention on a CPU has no heads narrower than 32
 
 
 @pytest.fixture(scope="module")
@@ -66,5 +61,6 @@ def url(teacher, tmp_path_factory):
 
 @pytest.mark.parametrize("k", [V, 5])
 def test_step_equals_that_of_the_teacher_in_this_process(url, teacher, tmp_path, k):
-    oracle = cache_of_top_k(teacher, k, tmp_path) if k < V else teacher
-    assert_same_step(ServedTeacher(url, "tiny", top_k=k), teacher, batch(), oracle=oracle)
+    oracle = served.cache_of_top_k(teacher, k, tmp_path) if k < V else teacher
+    found = ServedTeacher(url, "tiny", top_k=k)
+    served.assert_same_step(found, teacher, served.batch(), oracle=oracle)
