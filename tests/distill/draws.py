@@ -238,10 +238,16 @@ class Step:
         causal, head = self.head == "next word", self.head
         if "soft" not in self.hand.weights:
             self.shared = V  # tokenizers are compared for soft targets alone
+        # How the predictions of another tokenizer are compared.
+        reads = self.name in ("soft_targets", "fcd") and "soft" in self.hand.weights
+        plain = reads and causal and self.family in CUT and not self.wide and self.shared == V
+        self.pairs = self.pick("equal", "equal", "match") if plain else ""
         self.layout = self.pick("none", "right", "left", "left", "right")
         if self.name == "gold":
-            self.layout = self.pick("left", "right")
+            self.pairs = "match"
             del self.teachers[1:]
+        if self.pairs:
+            self.layout = self.pick("left", "right")
         elif self.family in PACKABLE and head != "sequence" and self.chance(0.5):
             self.layout = self.pick(*PACKED)
             del self.teachers[1 + self.apart :]  # a row has one
@@ -261,13 +267,7 @@ class Step:
             and self.family != "bart" and self.layout in ("left", "right") and self.chance(0.3)
         )  # fmt: skip
         self.spans = self.own and (not self.hand.pooled or self.chance(0.5))
-        self.pairs, self.match = "", None  # how the predictions of another tokenizer are compared
-        reads = self.name in ("soft_targets", "fcd") and "soft" in self.hand.weights
-        if causal and reads and self.family in CUT and self.layout in ("left", "right"):
-            plain = not self.wide and self.shared == V
-            self.pairs = self.pick("", "equal", "match") if plain else ""
-        if self.name == "gold":
-            self.pairs = "match"
+        self.match = None
         if self.pairs:
             self.own = self.spans = True
             self.labelled |= self.pairs == "equal"
@@ -1265,7 +1265,7 @@ PAIRS = [
     and (name not in READ_QKV or kind[0] in SHOW_QKV)
 ]  # fmt: skip
 # Few of them compare the predictions of two tokenizers.
-PAIRS += 4 * [
+PAIRS += 8 * [
     (kind, name) for kind, name in PAIRS
     if kind in (("gpt2", "next word"), ("llama", "next word"))
     and name in ("gold", "soft_targets", "fcd")

@@ -159,8 +159,7 @@ def exact(name: str, kind: str = "classifier", dropout: float = 0.0, **others) -
     """In float64, of a classifier or a language model, the same on every call."""
     torch.manual_seed(0)
     lm = kind == "language model"
-    teacher = model(t.LlamaForCausalLM, "llama") if lm else classifier("bert")
-    teacher = teacher.double()
+    teacher = (model(t.LlamaForCausalLM, "llama") if lm else classifier("bert")).double()
     student = student_from_teacher(teacher, [1, 4])
     set_dropout(student, dropout)
     torch.manual_seed(1)

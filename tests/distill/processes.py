@@ -26,8 +26,7 @@ def run_ranks(function, world, directory, *arguments):
         process.start()
     for process in processes:
         process.join(120)
-        if process.is_alive():
-            process.kill()
+        process.kill()
     results = []
     for rank in range(world):
         path = directory / f"{rank}.pt"

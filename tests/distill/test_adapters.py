@@ -25,10 +25,6 @@ def adapted(base, task="SEQ_CLS", **options):
     return student
 
 
-def inputs(data):
-    return {name: x for name, x in data.items() if name != "labels"}
-
-
 def test_token_types_that_pefts_wrapper_drops_are_refused():
     """Without a task type PEFT passes them on: test_by_hand.py."""
     base, data = model(t.BertForQuestionAnswering, "bert"), data_of("bert", "answers")
@@ -60,18 +56,18 @@ def test_virtual_tokens_are_right_or_refused(kind):
     config = KINDS[peft.PeftType(kind)](task_type="CAUSAL_LM", **ADD_TOKENS[kind])
     teacher, base = (model(t.LlamaForCausalLM, "llama", layers=2) for _ in range(2))
     student = peft.get_peft_model(base, config)
-    data = batch(rows=4)
-    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    data = {name: x for name, x in batch(rows=4).items() if name != "labels"}
+    labels = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
     if kind not in IN_BLOCKS:
         words = f"PEFT's {kind} puts 3 virtual tokens"
         for sides in ((teacher, student), (student, base)):
             raises(words, Distiller, *sides, SoftTargets())
         return
     distiller = Distiller(teacher, student, FCD(soft_weight=1.0), keep_logits=True).eval()
-    out, _ = step(distiller, data)
+    out, _ = step(distiller, {**data, "labels": labels})
     real = data["attention_mask"].bool()
     with torch.no_grad():
-        expected = student(**inputs(data)).logits
+        expected = student(**data).logits
     torch.testing.assert_close(out.logits[real], expected[real])
     assert any(bool(x.abs().sum() > 0) for x in gradients_of(student).values())
 

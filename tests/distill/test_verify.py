@@ -1,6 +1,5 @@
 """`verify`, which users run on their own model: the checks that it passes, and its output."""
 
-import functools
 import itertools
 import logging
 import sys
@@ -21,6 +20,7 @@ from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 MODULE = sys.modules[verify.__module__]
+PLAIN_LOOP = {"accumulated_in_a_plain_loop": "by definition"}
 
 
 def distiller_of(teacher, name, layers=(1, 3)):
@@ -37,9 +37,6 @@ def checked(distiller, data, **others):
     return checks
 
 
-plain_loop_differs = functools.partial(checked, accumulated_in_a_plain_loop="by definition")
-
-
 def test_memory_of_mc3kd_is_the_same_under_all_splits():
     """Micro-batches of one step enter it once, and a resumed run continues with its bits."""
     method = method_by_name("mc3kd", layers="uniform", beta=1.0)
@@ -47,13 +44,13 @@ def test_memory_of_mc3kd_is_the_same_under_all_splits():
     distiller(**batch(rows=4)).loss.backward()
     for x in distiller.method.loss._memories[0]:
         assert x.isfinite().all() and x.count_nonzero()
-    plain_loop_differs(distiller, batch(rows=6), any="not here")  # its graph: tests/test_cca.py
+    checked(distiller, batch(rows=6), any="not here", **PLAIN_LOOP)  # a graph: tests/test_cca.py
 
 
 def test_classifiers_have_one_gradient_under_all_splits():
     distiller = distiller_of(classifier("bert", 3), "fcd")
     before = {key: value.clone() for key, value in distiller.state_dict().items()}
-    checks = plain_loop_differs(distiller, batch(rows=6), packed_rows="not here")
+    checks = checked(distiller, batch(rows=6), packed_rows="not here", **PLAIN_LOOP)
     assert all(torch.equal(before[key], value) for key, value in distiller.state_dict().items())
     assert distiller.training and next(distiller.parameters()).dtype == torch.float32
     parts = checks["accumulated in a plain loop"]
