@@ -85,8 +85,8 @@ class Training:
         self.kind = draw.choice([*PROBLEMS, "answers", "words", "text alone"])
         self.size, self.parts = draw.randint(1, 5), seed % 4 + 1
         self.epochs, self.every = draw.randint(1, 2), draw.randint(1, 3)  # and steps of a log
-        self.drops, self.clip = draw.random() < 0.3, draw.choice([0.0, 0.05])
-        self.processes = processes
+        self.drops, self.processes = draw.random() < 0.3, processes
+        self.clip = draw.choice([0.05] if self.kind == "numbers" else [0.0, 0.05])  # or diverges
         n = draw.randint(max(self.size, 4), 18)
         if processes > 1:  # elsewhere rows are repeated
             n = draw.randint(1, 3) * self.size * processes
