@@ -143,7 +143,7 @@ class Twice(t.PreTrainedModel):
 def test_two_possible_lists_of_blocks_are_named():
     """Of equal depth, neither of them attention."""
     twice = Twice(config_of("bert"))
-    twice.first, twice.second = (nn.ModuleList(map(nn.Linear, [16] * 3, [16] * 3)) for _ in "12")
+    twice.first, twice.second = (nn.ModuleList([nn.Linear(16, 16)] * 3) for _ in range(2))
     raises(r"of 3 modules .* \(first, second\); say which", find_stack, twice, error=NoLayers)
     raises("teacher: Twice has several lists", student_from_teacher, twice, [1])
 

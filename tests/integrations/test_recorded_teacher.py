@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import save_file
 
-from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache
+from fastkd.distill import FCD, Distiller, SoftTargets
 from fastkd.integrations.vllm import recorded_teacher
 from tests.support.compare import raises
 
@@ -53,8 +53,8 @@ def test_same_step_as_the_teacher(family, tmp_path):
     for method, batch in ((SoftTargets(alpha=1.0), BATCH), (FCD(layers=[1, 4]), labelled)):
         whole, served = (Distiller(x, student, method)(**batch).loss for x in (teacher, recorded))
         torch.testing.assert_close(served, whole)
-        Distiller(recorded, student, method).cache_teacher([batch], tmp_path / str(batch.keys()))
-        cache = TeacherCache(tmp_path / str(batch.keys()))
+        folder = tmp_path / type(method).__name__
+        cache = Distiller(recorded, student, method).cache_teacher([batch], folder)
         torch.testing.assert_close(Distiller(cache, student, method)(**batch).loss, whole)
     words = r"layer 2 of the teacher is compared, but .* layers \[4, 1\]"
     raises(words, Distiller(recorded, student, FCD(layers=[2, 4])), **labelled)
