@@ -219,8 +219,7 @@ def configured(kind, **options):
     torch.manual_seed(0)
     if kind == "modules":
         made = HeadInputs(2)
-        for module in (made, made.embed):
-            vars(module).update(options)
+        vars(made).update({"sizes": [1, 2], **options})
         return distill.Blocks(made, "blocks", hidden_size=16, output_size=50, per_token=True)
     if kind == "adapter default":
         lora = {"r": 2, "target_modules": ["query"], "init_lora_weights": False, **options}
@@ -239,7 +238,7 @@ CONFIGURED = [
     ("llama", {"rms_norm_eps": 1e-2}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("adapter default", {"lora_alpha": 2}),
-    ("modules", {"max_norm": 0.5}),
+    ("modules", {"sizes": [1, 3]}),
     ("modules", {"activation": F.relu}),
 ]
 

@@ -100,6 +100,7 @@ def test_wrong_options_and_names_are_errors():
         ("perturb_norm differ", distill.Several, [by_batch, LRCBERT(perturb=True)], {}),
         ("methods: none given", distill.Several, [], {}),
         (r"methods must be .*method_by_name\('lrkd'\)", distill.Several, [FCD(), "lrkd"], {}),
+        ("No module named 'nowhere'", distill.resolve, ["nowhere.at_all:Class"], {}),
         ("must be a subclass of fastkd", distill.resolve, [f"{path}not_a_method"], {}),
         (r"'nothing' is not a term; define the method nothing\(step\)", Distiller,
          [*classes, Unfinished()], {}),

@@ -171,7 +171,7 @@ def test_large_embeddings_without_a_loss_have_no_effect(folder):
     assert value.isfinite()
 
 
-@pytest.mark.parametrize("method", [FCD(task_weight=0.0), LRKD(alpha=None)], ids=repr)
+@pytest.mark.parametrize("method", [FCD(task_weight=0.0), LRKD(alpha=None)], ids=["fcd", "lrkd"])
 def test_layer_terms_equal_a_distillers(folder, method):
     model, teacher = both_of(folder)
     loss = LayerDistillLoss(model, teacher, copy.deepcopy(method))
