@@ -1,56 +1,17 @@
-"""A study that ran once, its file, and folders of corpora that files of studies name."""
+"""A study's file as a grid, and what the tests of studies leave out."""
 
 import pytest
 
-from fastkd.cli import display
-from fastkd.study import grid_report
-from tests.support.runs import once
-from tests.support.tiny import run, write_tsv
-from tests.train.tasks.through import make_bare
+from fastkd.study import grid, grid_report
 
-SHARED = """
-title = "Tiny"
-teacher = "{tiny}"
-finetune_teacher = 1
-select = "none"
-seeds = 2
-steps = 4
-student_layers = 2
-learning_rate = 1e-2
-device = "cpu"
-[tasks.one]
-train = "train.tsv"
-eval = "dev.tsv"
-labelled = 12
-max_length = 12
-"""
-FEW = """
-[methods]
-labels = {}
-fcd = {alpha = [0.1, 1.0]}
-"""
+#: Folders that files of studies name.
+FOLDERS = (
+    "WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS", "GLUE", "TEXTS", "CONLL", "DECODER", "GENERAL"
+)  # fmt: skip
 
 
-def write(root, tiny, methods=FEW, shared=SHARED):
-    path = root / "spec.toml"
-    path.write_text(shared.replace("{tiny}", str(tiny)) + methods)
-    return path
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """A folder with a study that ran in ``out``; ``said`` is its output, a line for every step."""
-
-    def make(root):
-        make_bare(root / "tiny", layers=4)
-        write_tsv(root / "train.tsv", 40, 0)
-        write_tsv(root / "dev.tsv", 24, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(display, "LINE_EVERY", 0.0)
-            said = run("study", write(root, root / "tiny"), out=root / "out")
-        (root / "said").write_text(said)
-
-    return once(tmp_path_factory, "study", make)
+def read(path=None, **options):
+    return grid.read(grid.StudySettings(spec=path, **options))
 
 
 @pytest.fixture
@@ -62,5 +23,5 @@ def without_pictures(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def corpora(monkeypatch):
-    for name in ("WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS"):
+    for name in FOLDERS:
         monkeypatch.setenv(name, "/data")
