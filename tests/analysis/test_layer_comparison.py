@@ -3,17 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as t
 from torch import nn
-from transformers import (
-    AutoModel,
-    BertForSequenceClassification,
-    BertModel,
-    DistilBertModel,
-    FalconMambaConfig,
-    GPT2Model,
-    Mamba2Config,
-    MambaConfig,
-)
 
 import fastkd
 from fastkd.analysis import (
@@ -36,15 +27,21 @@ from tests.distill.test_distiller import documents, packed
 from tests.support.compare import raises
 
 
-def bert(cls=BertModel, layers=3, hidden=12):
+def bert(cls=t.BertModel, layers=3):
     torch.manual_seed(1)
-    return model_of(cls, "bert", layers, hidden_size=hidden)
+    return model_of(cls, "bert", layers, hidden_size=12)
 
 
 def padded_batch(rows=24, tokens=10):
     ids = torch.randint(1, 60, (rows, tokens))
     lengths = torch.randint(2, tokens + 1, (rows, 1))
-    return {"input_ids": ids, "attention_mask": (torch.arange(tokens) < lengths).long()}
+    mask = (torch.arange(tokens) < lengths).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows) % 3}
+
+
+def split(batch, *sizes):
+    pieces = zip(*(x.split(*sizes) for x in batch.values()), strict=True)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
 
 
 def hidden_states(model, batch):
@@ -53,16 +50,10 @@ def hidden_states(model, batch):
         return model.eval()(**inputs, output_hidden_states=True).hidden_states
 
 
-def activations(model, batch):
-    real = batch["attention_mask"].bool()
-    return [x[real] for x in hidden_states(model, batch)]
-
-
-def test_adjacent_reads_the_superdiagonal():
-    model, batch = bert(BertForSequenceClassification), padded_batch()
-    adjacent = adjacent_layer_cca(model, [batch], variance=0.5)
-    matrix = svcca_matrix(model, [batch], variance=0.5)
-    torch.testing.assert_close(adjacent, matrix.diagonal(1))
+def activations(model, pieces):
+    """Features of the real tokens in all pieces, by layer."""
+    parts = ([x[p["attention_mask"].bool()] for x in hidden_states(model, p)] for p in pieces)
+    return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
 class Fast(nn.Module):
@@ -100,102 +91,76 @@ def assert_matrix(found, layers, others, measure, atol=1e-9):
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_teacher_against_student(measure):
-    """Each entry equals the similarity of the two layers' features."""
-    teacher, student, batch = bert(), bert(layers=1, hidden=8), padded_batch(rows=40)
-    pieces = [{k: v[i : i + 9] for k, v in batch.items()} for i in range(0, 40, 9)]
+    """Each entry equals the similarity of the two layers' features; the student takes no types."""
+    teacher, student = bert(), model_of(t.DistilBertModel, "distilbert", 1)
+    batch = {**padded_batch(rows=40), "token_type_ids": torch.zeros(40, 10, dtype=torch.long)}
+    pieces = split(batch, 9)
+    # The same features: those of another padding differ in float32's last bits.
+    layers, others = (activations(model, pieces) for model in (teacher, student))
     found = layer_similarity(teacher, pieces, [measure], other=student)[measure]
     assert found.shape == (4, 2)
-    # The same features: those of another padding differ in float32's last bits.
-    layers, others = (
-        [torch.cat(parts) for parts in zip(*(activations(m, p) for p in pieces), strict=True)]
-        for m in (teacher, student)
-    )
     assert_matrix(found, layers, others, measure)
     alone = layer_similarity(teacher, pieces, [measure])[measure]
     assert_matrix(alone, layers, layers, measure)
     assert torch.equal(alone.diagonal(), torch.ones(4, dtype=torch.float64)) or "cka" in measure
-
-
-def test_matrices_of_one_measure():
-    teacher, student, pieces = bert(), bert(layers=1, hidden=8), [padded_batch()]
-    names = ("svcca", "cka", "unbiased_cka")
-    found = layer_similarity(teacher, pieces, names, other=student)
-    assert torch.equal(svcca_matrix(teacher, pieces, other=student), found["svcca"])
-    for name in names[1:]:
-        unbiased = name == "unbiased_cka"
-        other = cka_matrix(teacher, pieces, unbiased=unbiased, other=student)
-        assert torch.equal(other, found[name])
-
-
-def test_student_that_accepts_fewer_inputs():
-    batch = {**padded_batch(), "token_type_ids": torch.zeros(24, 10, dtype=torch.long)}
-    student = model_of(DistilBertModel, "distilbert", 1)
-    assert svcca_matrix(bert(), [batch], other=student).shape == (4, 2)
-
-
-def labelled(batch):
-    return {**batch, "labels": torch.arange(len(batch["input_ids"])) % 3}
+    if measure == "svcca":
+        assert torch.equal(svcca_matrix(teacher, pieces, other=student), found)
+        model = bert(t.BertForSequenceClassification)
+        adjacent = adjacent_layer_cca(model, pieces, variance=0.5)
+        torch.testing.assert_close(adjacent, svcca_matrix(model, pieces, variance=0.5).diagonal(1))
+    if "cka" in measure:
+        unbiased = measure == "unbiased_cka"
+        assert torch.equal(cka_matrix(teacher, pieces, unbiased=unbiased, other=student), found)
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_intra_class_similarity_of_every_layer(pool):
-    model, batch = bert(), labelled(padded_batch())
-    pieces = [{k: v[i : i + 5] for k, v in batch.items()} for i in range(0, 24, 5)]
-    found = layer_intra_class_similarity(model, iter(pieces), pool=pool)
-    real = batch["attention_mask"][..., None]
-    for i, x in enumerate(hidden_states(model, batch)):
-        pooled = x[:, 0] if pool == "cls" else (x * real).sum(1) / real.sum(1)
-        expected = fastkd.intra_class_similarity(pooled.double(), batch["labels"])
-        torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-6)
-    unlabelled = {**batch, "labels": torch.full((24,), -100)}
-    assert torch.equal(layer_intra_class_similarity(model, [*pieces, unlabelled], pool=pool), found)
-    raises("labelled samples", layer_intra_class_similarity, model, [padded_batch()])
+    """The token of a sentence is a decoder's last."""
+    batch = padded_batch()
+    real, last = batch["attention_mask"][..., None], batch["attention_mask"].sum(1) - 1
+    for model, token in ((bert(), 0), (model_of(t.GPT2Model, "gpt2", 1), last)):
+        found = layer_intra_class_similarity(model, iter(split(batch, 5)), pool=pool)
+        for i, x in enumerate(hidden_states(model, batch)):
+            one = x[torch.arange(24), token]
+            pooled = one if pool == "cls" else (x * real).sum(1) / real.sum(1)
+            expected = fastkd.intra_class_similarity(pooled.double(), batch["labels"])
+            torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-6)
+        none = {**batch, "labels": torch.full((24,), -100)}
+        more = layer_intra_class_similarity(model, [*split(batch, 5), none], pool=pool)
+        assert torch.equal(more, found)
+    raises("labelled samples", layer_intra_class_similarity, model, [none])
     with pytest.raises(ValueError, match="labels must be integers"):
         layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
-
-
-def test_sentence_token_of_a_decoder_is_the_last():
-    torch.manual_seed(0)
-    model = model_of(GPT2Model, "gpt2", 1)
-    batch = labelled(padded_batch())
-    found = layer_intra_class_similarity(model, [batch])
-    rows = hidden_states(model, batch)[-1][torch.arange(24), batch["attention_mask"].sum(1) - 1]
-    expected = fastkd.intra_class_similarity(rows.double(), batch["labels"])
-    torch.testing.assert_close(found[-1], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["position_ids", "segments"])
 def test_documents_of_packed_rows_are_read_as_those_of_own_rows(how):
     """Each document has a label. Other layouts, and similarities: tests/distill/draws.py."""
     torch.manual_seed(0)
-    model, labels = model_of(GPT2Model, "gpt2", 3).double(), torch.tensor([0, 1, 0, 1, 1])
+    model, labels = model_of(t.GPT2Model, "gpt2", 3).double(), torch.tensor([0, 1, 0, 1, 1])
     texts = documents()
     alone = [{"input_ids": x[None], "labels": y[None]} for x, y in zip(texts, labels, strict=True)]
     batch = {**packed(texts, how, labels=False), "labels": labels}
     found, expected = (layer_intra_class_similarity(model, x) for x in ([batch], alone))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_packed_rows_that_a_model_reads_as_one_document_are_refused():
-    batch = packed(documents(), "segments", labels=False)
-    words = r"which the model \(BertModel\) reads as one"
-    raises(words, svcca_matrix, bert(), [batch], error=MixedDocuments)
-    batch["labels"] = torch.zeros(2, dtype=torch.long)
-    gpt2, words = model_of(GPT2Model, "gpt2", 1), r"got 2 for 5 samples \(packed documents"
-    raises(words, layer_intra_class_similarity, gpt2, [batch])
+    if how == "segments":
+        words = r"which the model \(BertModel\) reads as one"
+        raises(words, svcca_matrix, bert(), [batch], error=MixedDocuments)
+        batch, words = {**batch, "labels": labels[:2]}, r"got 2 for 5 samples \(packed documents"
+        raises(words, layer_intra_class_similarity, model, [batch])
 
 
 MAMBA = {**SMALL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("kind, options", [
-    (MambaConfig, {}), (FalconMambaConfig, {}),
-    (Mamba2Config, {"num_heads": 4, "head_dim": 8, "n_groups": 1}),
+@pytest.mark.parametrize("config", [
+    t.MambaConfig(**MAMBA), t.FalconMambaConfig(**MAMBA),
+    t.Mamba2Config(**MAMBA, num_heads=4, head_dim=8, n_groups=1),
 ])  # fmt: skip
-def test_layer_0_is_the_input_of_the_first_block(kind, options):
+def test_layer_0_is_the_input_of_the_first_block(config):
     """transformers' hidden_states of Mamba begin with the output of block 1."""
     torch.manual_seed(0)
-    model, entered = AutoModel.from_config(kind(**MAMBA, **options)).eval(), []
+    model, entered = t.AutoModel.from_config(config).eval(), []
     for block in model.layers:
         block.register_forward_pre_hook(
             lambda module, args, kwargs: entered.append(args[0]), with_kwargs=True
@@ -209,11 +174,8 @@ def test_layer_0_is_the_input_of_the_first_block(kind, options):
     assert_matrix(matrix, layers, layers, "cka", atol=1e-6)
 
 
-def measured(ends, **options):
-    """All results that are reduced over processes, for these parts of one batch."""
-    torch.manual_seed(3)
-    batch = labelled(padded_batch())
-    batches = [{k: v[a:b] for k, v in batch.items()} for a, b in ends]
+def measured(batches, **options):
+    """All results that are reduced over processes."""
     model = bert().double()  # two processes' float32 products may differ in the last bits
     return (
         layer_similarity(model, batches, ["svcca", "cka"], **options),
@@ -223,50 +185,40 @@ def measured(ends, **options):
     )
 
 
-def on_ranks(rank, ends):
+def on_ranks(rank, batches):
     two = dist.new_group([1, 2])
-    whole = measured(ends[rank], gather=True)
-    return whole, measured(ends[rank], gather=True, group=two) if rank else whole
+    whole = measured(batches[rank], gather=True)
+    return whole, measured(batches[rank], gather=True, group=two) if rank else whole
 
 
 def test_ranks_equal_one_process(tmp_path):
     """Two uneven parts, without and with a process that has no batch."""
-    ends = [[], [(0, 5), (5, 7)], [(7, 24)]]
-    alone = measured(ends[1] + ends[2])
-    ranks = run_ranks(on_ranks, 3, tmp_path, ends)
+    first, second, third = split(padded_batch(), [5, 2, 17])
+    alone = measured([first, second, third])
+    ranks = run_ranks(on_ranks, 3, tmp_path, [[], [first, second], [third]])
     for of_all, of_two in ranks:
         for found in (of_all, of_two):
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
         torch.testing.assert_close(of_all, ranks[0][0], rtol=0, atol=0)
 
 
-def test_training_mode_and_gradients_are_unchanged():
-    model = bert().train()
+def test_a_model_keeps_its_mode_and_gradients_on_any_default_device():
+    model, batch = bert().train(), padded_batch()
     model.encoder.layer[0].eval()
     before = [m.training for m in model.modules()]
-    svcca_matrix(model, [padded_batch()])
-    assert [m.training for m in model.modules()] == before
+
+    def found():
+        yield from (svcca_matrix(model, [batch]), cka_matrix(model, [batch]))
+        for pool in ("cls", "mean"):
+            yield layer_intra_class_similarity(model, [batch], pool=pool)
+
+    expected = [*found()]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    with torch.device("meta"):
+        assert all(map(torch.equal, found(), expected))
     with pytest.raises(TypeError, match="no input 'no_such_input'"):
         svcca_matrix(model, [{"no_such_input": torch.ones(1)}])
     assert [m.training for m in model.modules()] == before
-
-
-def test_result_is_equal_under_another_default_device():
-    model, batch = bert(), padded_batch()
-    batch["labels"] = torch.arange(24) % 3
-
-    def found():
-        return [
-            layer_similarity(model, [batch], ["cka"])["cka"],
-            layer_intra_class_similarity(model, [batch]),
-            layer_intra_class_similarity(model, [batch], pool="mean"),
-        ]
-
-    expected = found()
-    with torch.device("meta"):
-        for got, value in zip(found(), expected, strict=True):
-            assert torch.equal(got, value)
 
 
 def test_errors_name_the_argument():
@@ -277,7 +229,6 @@ def test_errors_name_the_argument():
     torch.nn.init.constant_(model.encoder.layer[2].output.LayerNorm.weight, float("nan"))
     raises("layer 3 of the model gave values that are not finite", svcca_matrix, model, [batch])
     raises("layer 3 of the other model gave values", svcca_matrix, bert(), [batch], other=model)
-
     with pytest.raises(ValueError, match="it reads 216 tokens where model reads 240"):
         cka_matrix(bert(), [{"input_ids": batch["input_ids"]}], other=fast(tokens=9))
 

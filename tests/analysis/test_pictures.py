@@ -34,15 +34,15 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
 
 def test_panels_share_their_colours_and_leave_no_corner_empty(tmp_path):
     """Five panels have one colour bar, their own titles and a centred last row."""
-    teacher, student, across = torch.eye(7), torch.eye(4), 0.3 + 0.5 * torch.rand(7, 4)
-    names = ("layer", "layer")
-    rows = (
-        [("model", names, teacher), ("before", names, student), ("student", names, student)],
-        [("before against the model", names, across), ("student against it", names, across)],
-    )
+    own, across = torch.eye(4), 0.3 + 0.5 * torch.rand(7, 4)
+    titles = (["model", "before", "student"], ["before against the model", "student against it"])
+    rows = [
+        [(title, ("layer", "layer"), matrix) for title in row]
+        for row, matrix in zip(titles, (own, across), strict=True)
+    ]
     figure = plot_layer_panels(rows, tmp_path / "svcca.png", title="SVCCA")
     *panels, bar = figure.axes
-    assert [ax.get_title() for ax in panels] == [title for row in rows for title, *_ in row]
+    assert [ax.get_title() for ax in panels] == [*titles[0], *titles[1]]
     assert {ax.images[0].get_clim() for ax in panels} == {(0.0, 1.0)}
     assert bar.get_ylabel() == "SVCCA"
     begin = [ax.get_subplotspec().colspan.start for ax in panels]
@@ -59,9 +59,7 @@ def test_relation_picture_has_no_padding(tmp_path):
     rows = torch.nn.functional.normalize(teacher[0, :4].double(), dim=-1)
     torch.testing.assert_close(torch.tensor(maps[1]), rows @ rows.T)
     assert (tmp_path / "relations.png").stat().st_size > 1000
-    # Axes have whole numbers or tokens.
-    numbers = [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    assert numbers == ["0", "1", "2", "3"]
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == [*"0123"]
     words = [list("abcdef"), list("uvwxyz")]
     named = plot_relations(student, teacher, mask, tokens=words)
     assert [text.get_text() for text in named.axes[3].get_yticklabels()] == ["u", "v"]
@@ -73,10 +71,8 @@ def test_relation_picture_has_no_padding(tmp_path):
 def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
     """The drawn relations equal the loss's relations; the axes have the sentence's tokens."""
     torch.manual_seed(0)
-    tokens = ["[CLS]", "a", "word", "[SEP]"]
-    features = {
-        name: torch.randn(4, d) for name, d in (("teacher", 9), ("before", 6), ("after", 6))
-    }
+    tokens, widths = ["[CLS]", "a", "word", "[SEP]"], {"teacher": 9, "before": 6, "after": 6}
+    features = {name: torch.randn(4, width) for name, width in widths.items()}
     figure = plot_sentence(features, tokens, tmp_path / "relations.png")
     assert (tmp_path / "relations.png").read_bytes().startswith(b"\x89PNG")
     axes = iter(figure.axes[:12])
@@ -107,30 +103,24 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
 def test_agreement_does_not_depend_on_the_size_of_features():
     """The eps of the loss would make ρ of small maps, such as softmax's, small."""
     torch.manual_seed(0)
-    x = torch.randn(8, 256)
+    x, constant = torch.randn(8, 256), torch.ones(8, 4)
     for size in (1.0, 0.01, 1e-4):
-        assert relation_agreement(size * x, size * x) == pytest.approx(
-            dict.fromkeys(relation_maps(x), 1.0), abs=1e-9
-        )
-    constant = torch.ones(8, 4)
-    assert set(relation_agreement(constant, x).values()) == {0.0}
+        found = relation_agreement(size * x, size * x)
+        assert found == pytest.approx(dict.fromkeys(relation_maps(x), 1.0), abs=1e-9)
+    assert {*relation_agreement(constant, x).values()} == {0.0}
     assert plot_relations(constant, x).axes[0].get_title() == "student, ρ = 0.000"
     assert all(map(math.isnan, relation_agreement(x * math.nan, x).values()))
 
 
 def test_any_sentence_can_be_drawn(tmp_path, recwarn):
-    """Mathematical signs, a script without glyphs, and a page of text."""
+    """Mathematical signs, a script without glyphs, a page of text, and one token."""
     for tokens, path in (
         (["$$", "a$b$c", "蒸"], tmp_path / "relations.png"), (["word"] * 400, None), (["one"], None)
     ):  # fmt: skip
-        figure = plot_sentence({"teacher": torch.randn(len(tokens), 3)}, tokens, path)
-        assert max(figure.get_size_inches()) < 30
+        x = torch.randn(len(tokens), 3)
+        assert max(plot_sentence({"teacher": x}, tokens, path).get_size_inches()) < 30
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
-
-
-def test_a_single_token_has_no_relations():
-    x = torch.randn(1, 3)
-    assert all(math.isnan(rho) for rho in relation_agreement(x, -x).values())
+    assert all(map(math.isnan, relation_agreement(x, -x).values()))  # a single token
     raises(r"teacher must have shape \(1, 3\)", relation_agreement, x, torch.randn(2, 3))
     raises("features must have 2 dimensions", relation_maps, x[None])
     raises("must not be empty", plot_sentence, {"teacher": x[:0]}, [])
