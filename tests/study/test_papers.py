@@ -157,8 +157,7 @@ def make_models(path):
             file.write_text("\n".join([heading, *lines]) + "\n")
     shutil.copy(path / "RTE" / "train.tsv", path / "rte.tsv")  # augmented
     through.make_bare(path / "teacher", layers=6, longest=384)
-    config = BertConfig.from_pretrained(path / "teacher")
-    BertForMaskedLM(config).save_pretrained(path / "teacher")
+    BertForMaskedLM(BertConfig.from_pretrained(path / "teacher")).save_pretrained(path / "teacher")
     through.make_chat_teacher(path / "chat", longest=512)
     through.write_squad(path / "squad.json", 8)
     for name in ("train.txt", "eval.txt"):
