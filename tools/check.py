@@ -33,7 +33,7 @@ WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
 TRAINS = (
     "tests/cli", "tests/train/tasks", "tests/train/test_lora.py", "tests/integrations",
     "tests/distill/test_trainer.py", "tests/test_examples.py",
-    "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_grid.py",
+    "tests/analysis/test_pictures.py", "tests/study/test_study.py",
 )  # fmt: skip
 COMPILES = "compiles or compiled or dynamic_graph or tensor_twice or one_graph or graphs or sizes"
 PROCESSES = "ddp or process or sharded or parallel or split_steps"
