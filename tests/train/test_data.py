@@ -210,16 +210,26 @@ def declared(names, column="label", **columns):
     return datasets.Dataset.from_dict(columns).cast_column(column, kind)
 
 
+def hub(monkeypatch, splits):
+    """datasets.load_dataset answering from memory; returns the calls that were made."""
+    calls = []
+
+    def load_dataset(name, config=None, *, split):
+        calls.append((name, config, split))
+        rows = splits[split]
+        return datasets.Dataset.from_dict(rows) if isinstance(rows, dict) else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
 def test_rows_of_the_hub(monkeypatch):
     """Of GLUE, and of any data set: test_drawn_files.py."""
-    names, calls = ["train", "validation_matched", "validation_mismatched"], []
+    names = ["train", "validation_matched", "validation_mismatched"]
     rows = declared("enc", premise=["a", "b"], hypothesis=["c", "d"], label=[2, 0])
     splits = dict.fromkeys(names, rows)
-    splits["dev"] = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0.5, 1.0]})
-    monkeypatch.setattr(
-        datasets, "load_dataset",
-        lambda name, config, split: calls.append((name, config, split)) or splits[split],
-    )  # fmt: skip
+    splits["dev"] = {"text": ["a", "b"], "label": [0.5, 1.0]}
+    calls = hub(monkeypatch, splits)
     corpus = load(source(task="mnli"))
     assert calls == [("nyu-mll/glue", "mnli", name) for name in names]
     assert list(corpus.evals) == ["", "mm"] and corpus.names == ["e", "n", "c"]
