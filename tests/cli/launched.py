@@ -6,6 +6,7 @@ The processes are forks of one process with all imports done; the launcher is to
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import signal
@@ -15,7 +16,6 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import torch.distributed as dist
 from torch.distributed import run as torchrun
 from typer.testing import CliRunner
@@ -23,14 +23,19 @@ from typer.testing import CliRunner
 from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
-from fastkd.distill import LRKD, METHODS, Method
+from fastkd.distill import LRKD, METHODS
 from fastkd.study import docstrings
-from fastkd.train import packaged_teacher, processes
+from fastkd.train import packaged_teacher, processes, scoring
 from tests.distill.processes import CONTEXT
 
-# Seconds between two looks of the launcher: where a process fails it looks so seldom that the
-# others learn of it before they are stopped themselves.
-MONITOR_INTERVAL, SELDOM = "0.1", "3"
+scoring.REPEATS = 1  # as in tests.support.tiny
+# What commands import late, and every fork would anew.
+for late in (
+    "typer._adapters", "datasets.io.generator", "rouge_score.rouge_scorer",
+    "transformers.models.bert.modeling_bert",
+):  # fmt: skip
+    importlib.import_module(late)
+LONGEST = 600  # seconds, after which a process that hangs says where, and ends
 
 
 class Launch:
@@ -39,55 +44,31 @@ class Launch:
     Without ``ranks`` in one process, which has no launcher; it looks every ``interval`` seconds.
     """
 
-    def __init__(
-        self, folder: Path, ranks: int | None, function, *arguments, interval=MONITOR_INTERVAL
-    ):
+    def __init__(self, folder: Path, ranks: int | None, function, *arguments, interval="0.1"):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         arguments = folder, ranks, interval, function, arguments
         self.process = CONTEXT.Process(target=_launch, args=arguments)
         self.process.start()
 
-    def end(self, seconds: float = 240) -> tuple[str, str]:
-        """Output and errors; whatever hangs is ended."""
-        self.process.join(seconds)
-        hangs = self.process.is_alive()
-        if hangs:
-            those = psutil.Process(self.process.pid).children(recursive=True)
-            for process in those:
-                process.send_signal(signal.SIGUSR1)
-            time.sleep(1)
-            for process in (*those, self.process):
-                process.kill()
-        said = tuple((self.folder / name).read_text() for name in ("out", "err"))
-        assert not hangs, said
-        return said
-
-    def pid(self, rank: int) -> int:
-        return int((self.folder / f"{rank}.pid").read_text())
-
-    def wait_for_step(self, log: Path, step: int) -> None:
-        """Wait until the progress log has this number of steps."""
-        for _ in range(4800):
-            lines = log.read_text().splitlines() if log.exists() else []
-            if any(json.loads(line).get("step", 0) >= step for line in lines):
-                return
-            assert self.process.is_alive(), self.end()
-            time.sleep(0.05)
-        raise AssertionError("no progress")
+    def end(self) -> tuple[str, str]:
+        """Output and errors."""
+        self.process.join()
+        return tuple((self.folder / name).read_text() for name in ("out", "err"))
 
 
 def _launch(folder: Path, ranks: int | None, interval: str, function, arguments) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.fsync = lambda descriptor: None  # as in tests/conftest.py
     if ranks is None:
-        _work(folder, function, arguments)
+        _work(function, arguments)
         return
 
     def forking(args):
         config, *_ = configure(args)
         config.start_method = "fork"
-        return config, _work, (folder, function, arguments)
+        return config, _work, (function, arguments)
 
     configure = torchrun.config_from_args
     words = "--nproc-per-node", str(ranks), "--monitor-interval", interval, "function"
@@ -95,12 +76,11 @@ def _launch(folder: Path, ranks: int | None, interval: str, function, arguments)
         torchrun.main(words)
 
 
-def _work(folder: Path, function, arguments) -> None:
-    for name in ("SIGTERM", "SIGHUP"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+def _work(function, arguments) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    (folder / f"{processes.rank()}.pid").write_text(str(os.getpid()))
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
     gc.freeze()  # accelerate collects garbage once a run
     try:
         function(*arguments)
@@ -127,25 +107,25 @@ def packaged(folder: Path, words: list[str]) -> None:
     command(words)
 
 
-def commands(folder: Path, lines: dict[str, list[str]], late: float = 0.0) -> None:
+def commands(folder: Path, lines: dict[str, list[str]]) -> None:
     """Run command lines by name, one after the other; results in FOLDER/<rank>.json.
 
-    The last of them is the process's own: how it ends is the launcher's to see. So many seconds
-    ``late`` are the others each time that the first process has told them something.
+    The last of them is the process's own: how it ends is the launcher's to see. The second process
+    is a little late each time that the first one has told it something.
     """
+    on_first = processes.on_first_process
+    if processes.rank():
+        processes.on_first_process = lambda work: (on_first(work), time.sleep(0.01))[0]
     *most, (_, last) = lines.items()
     results = {}
-    if late and processes.rank() > 0:
-        processes.on_first_process = slow_to_go_on(processes.on_first_process, late)
     for name, words in most:
         results[name] = result_of(words)
         if results[name][0]:  # the others may wait for this process in vain
             print(name, *results[name], file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            dist.barrier()
-            if processes.rank() == 0:
-                dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
-            dist.barrier()
+        dist.barrier()
+        if processes.rank() == 0:
+            dist.distributed_c10d._get_default_store().delete_key("fastkd failed")
+        dist.barrier()
     (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
     command(last)
 
@@ -158,46 +138,42 @@ def result_of(words: list[str]) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr + told
 
 
-def slow_to_go_on(on_first_process, seconds):
-    def wrapped(work):
-        result = on_first_process(work)
-        time.sleep(seconds)
-        return result
-
-    return wrapped
-
-
-class StopsOnce(LRKD):
-    """Ctrl-C in the fifth step of all that this process takes with it."""
-
-    steps = 0
-
-    def task(self, step):
-        StopsOnce.steps += 1
-        if StopsOnce.steps == 5:
-            raise KeyboardInterrupt
-        return super().task(step)
-
-
-class FailsInTheSecond(Method):
-    uses_teacher = False
-
+class FailsInTheSecond(LRKD):
     def __init__(self) -> None:
         super().__init__()
         if processes.rank() == 1:
             raise ValueError("not here")
 
-    def weights(self, progress):
-        return {"task": 1.0}
 
+class StopsOnce(LRKD):
+    """``end`` in the third step of all that each of two processes takes with it."""
 
-class BreaksInTheSecond(FailsInTheSecond):
-    def __init__(self) -> None:
-        Method.__init__(self)
-        self.steps = 0
+    steps = 0
 
     def task(self, step):
-        self.steps += 1
-        if self.steps == 3 and processes.rank() == 1:
-            raise ZeroDivisionError("a bug")
+        type(self).steps += 1
+        if type(self).steps == 3 and processes.launched():
+            self.end()
         return super().task(step)
+
+    def end(self):
+        raise KeyboardInterrupt
+
+
+class Dies(StopsOnce):
+    def end(self):
+        if processes.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopsTheLauncher(StopsOnce):
+    def end(self):
+        if processes.rank() == 1:
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(2)  # it ends both processes
+
+
+class Breaks(StopsOnce):
+    def end(self):
+        if processes.rank() == 1:
+            raise ZeroDivisionError("a bug")

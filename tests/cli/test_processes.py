@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import random
 import re
-import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,41 +13,31 @@ from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
 from fastkd.train.fitting import StepSampler
 from fastkd.train.saving import find_damage
-from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
+from tests.cli.launched import Launch, commands, packaged, result_of
 from tests.cli.test_demo import write_packaged
 from tests.support.draw import FIRST
-from tests.support.runs import report_of, same_weights, stop_at, visible, weights_of
+from tests.support.runs import press_ctrl_c, report_of, same_weights, stop_at, visible, weights_of
 from tests.support.tiny import STILL, make_teacher, run, sentences, usual, words_of, write_tsv
 from tests.train.tasks.test_two_tokenizers import make_student
-from tests.train.tasks.through import (
-    make_bare,
-    make_chat_teacher,
-    make_decoder,
-    make_writer,
-    write_chats,
-    write_conll,
-    write_targets,
-    write_text,
-)
+from tests.train.tasks.through import TASKS
 
 # 13 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 13, 8
 CHAT = {
-    "task": "chat", "lora": "r=2", "pack": True, "on_policy": 0.5, "epochs": 2,
-    "learning_rate": 1e-2, "max_new_tokens": 4,
+    "task": "chat", "lora": "r=2", "pack": True, "on_policy": 0.5, "learning_rate": 1e-2,
+    "max_new_tokens": 4,
 }  # fmt: skip
 RUNS: dict[str, dict] = {
-    "soft_targets": {},
     # Three rows of each batch have labels: one or two in each process.
-    "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3, "epochs": 1},
+    "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3},
     # Which compares samples with each other; tests/distill/test_splits.py has every method.
     "parts": {
         "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
-        "accumulate": 2, "epochs": 1,
+        "accumulate": 2,
     },
     "chat": CHAT,
     # No process holds a whole model.
-    **{name: {"fsdp": True, "epochs": 1, **more} for name, more in {
+    **{name: {"fsdp": True, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded chat": CHAT,
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1", "max_new_tokens": 4},
@@ -61,46 +48,56 @@ RUNS: dict[str, dict] = {
         },
     }.items()},
 }  # fmt: skip
-STOPPED = {"checkpoint_every": 2, "method": "lrkd", "max_train_rows": 12, "epochs": 3}  # six steps
+STOPPED = {"checkpoint_every": 2, "method": "lrkd", "epochs": 2}  # four steps
+# How the last command ends, and what is said of it.
+ENDINGS = {
+    "Dies": "\nError: another process of this run has ended",
+    "StopsTheLauncher": "--resume continues the run",
+    "Breaks": "\nZeroDivisionError: a bug",
+}
 # Two variants of two steps, for two seeds.
 STUDY = """
 seeds = 2
 steps = 2
 device = "cpu"
-tasks.one = {train = "train.tsv", eval = "dev.tsv", finetune_teacher = 0.5, student_layers = 2}
+tasks.one = {train = "train.tsv", eval = "eval.tsv", finetune_teacher = 0.5, student_layers = 2}
 methods = {labels = {}, fcd = {}}
 """
-LONG = {"checkpoint_every": 3, "epochs": 6}
-
-
-MODELS = {
-    "teacher": (make_teacher, write_tsv, "tsv"),
-    "token-classification": (functools.partial(make_bare, layers=4), write_conll, "conll"),
-    "seq2seq": (lambda path, **_: make_writer(path, dropout=0.0), write_targets, "jsonl"),
-    "causal-lm": (lambda path, **_: make_decoder(path), write_text, "jsonl"),
-    "chat": (lambda path, **_: make_chat_teacher(path), write_chats, "jsonl"),
+SHARED = {
+    "study": (["study.toml"], ["Nothing can be told with two seeds"]),
+    "demo": (["--fast", "--steps", "1", "--device", "cpu"], [
+        r"2 areas: network, text \(chance: 0.500\)", "2 seeds, 1 steps each",
+        *(rf"(?m)^ *{name}\b.* [01]\.\d{{4}}\b" for name in ("teacher", "labels", "fcd")),
+    ]),
 }  # fmt: skip
+# Each run of the tests draws what the processes do.
+DRAW = random.Random(FIRST)
+DRAWN, ENDING, COMMAND = (DRAW.choice([*table]) for table in (RUNS, ENDINGS, SHARED))
+BEGAN = DRAW.choice([1, 2])
+ENDED = {**STOPPED, "method": f"tests.cli.launched:{ENDING}"}
+
+CLASSIFIER = functools.partial(make_teacher, layers=2), write_tsv, "tsv"
+WITHOUT_DROPOUT = {"seq2seq": {"dropout": 0.0}, "causal-lm": {}, "chat": {}}
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
     folder = tmp_path_factory.mktemp("processes")
-    for name, (make_model, write_rows, kind) in MODELS.items():
-        make_model(folder / name, **STILL)
-        for part, rows, seed in (("train", ROWS, 0), ("eval", 13, 1)):
-            write_rows(folder / f"{name}.{part}.{kind}", rows, seed)
     (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
     make_student(folder / "student")
 
     def make(out, processes, command="distill", **options):
         for name in {"unlabelled", "student"} & options.keys():
             options[name] = folder / options[name]
-        name = options.get("task", "teacher")
-        given = {"teacher": folder / name, "batch_size": BATCH // processes, "epochs": 2}
-        for part in ("train", "eval"):
-            (given[part],) = folder.glob(f"{name}.{part}.*")
-        given |= {"out": out, "method": "soft_targets", **options}
+        task = options.get("task", "classification")
+        make_model, write_rows, kind = TASKS.get(task, CLASSIFIER)
+        given = {"teacher": folder / task, "batch_size": BATCH // processes, "out": out}
+        if not given["teacher"].exists():
+            make_model(folder / task, **WITHOUT_DROPOUT.get(task, STILL))
+        for seed, part in enumerate(("train", "eval")):
+            given[part] = write_rows(folder / f"{task}.{part}.{kind}", ROWS, seed)
+        given |= {"method": "soft_targets", **options}
         return words_of(command, **usual(folder, folder, **given))
 
     return make
@@ -108,38 +105,36 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launched(words, tmp_path_factory):
-    """Results of all commands that end by themselves, in one start of two processes.
+    """Results of commands by name, in one start of two processes; the launcher's outputs.
 
-    Of the sharded runs two are drawn. A result is (exit codes, outputs, errors), each by rank.
-    Errors are those of the launcher.
+    A result is (exit codes, outputs, errors), each by rank.
     """
     folder = tmp_path_factory.mktemp("launch")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, random.randint(4, 5), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-        run(*words(folder / "stopped", 1, **STOPPED), expect=130)
-    left = random.Random(FIRST).sample([name for name in RUNS if "sharded" in name], 2)
+    if BEGAN == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, 1, press_ctrl_c)
+            run(*words(folder / "ended", 1, **ENDED), expect=130)
     cut = {**STOPPED, "method": "tests.cli.launched:StopsOnce", "fsdp": True}
-    # A teacher's cache is written by both, and read by both.
-    kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
     lines = {
-        **{name: words(folder / name, 2, **RUNS[name]) for name in RUNS if name not in left},
-        "cache": words(folder / "cache", 2, "cache", **kept),
+        DRAWN: words(folder / DRAWN, 2, **RUNS[DRAWN]),
+        # A teacher's cache is written by both, and read by both.
+        "cache": words(folder / "cache", 2, "cache", epochs=None, learning_rate=None),
         "cached": words(folder / "cached", 2, teacher_cache=folder / "cache", teacher=None),
-        "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
         "cut": words(folder / "cut", 2, **cut),
         "cut, resumed": words(folder / "cut", 2, resume=True, **cut),
         "not cut": words(folder / "not cut", 2, **cut),
-        "already holds a student": words(folder / "soft_targets", 2),
+        "already holds a student": words(folder / "cached", 2),
         "no such directory": words(folder / "x", 2, teacher="./nothing"),
         "not here": words(folder / "x", 2, method="tests.cli.launched:FailsInTheSecond"),
         "did you mean": words(folder / "x", 2, method="fdc"),
-        "last": words(folder / "bug", 2, method="tests.cli.launched:BreaksInTheSecond"),
+        "last": words(folder / "ended", BEGAN, resume=BEGAN == 1 or None, **ENDED),
     }
-    launch = Launch(folder, 2, commands, folder, lines, 0.01, interval=SELDOM)
-    _, errors = launch.end(600)
-    assert (folder / "0.json").exists() and launch.process.exitcode, errors
+    # Where a process fails the launcher looks so seldom that the other learns of it first.
+    launch = Launch(folder, 2, commands, folder, lines, interval="3")
+    said = launch.end()
+    assert (folder / "0.json").exists() and launch.process.exitcode, said[1]
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
-    return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, errors
+    return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, said
 
 
 # Scores that are means of real numbers.
@@ -165,64 +160,67 @@ def same_students(one, other):
 @pytest.mark.slow
 def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, launched, tmp_path):
     folder, results, _ = launched
-    for name in RUNS.keys() & results:
+    for name, options in ((DRAWN, RUNS[DRAWN]), ("cached", {})):
         codes, outputs, errors = results[name]
         assert codes == (0, 0), (name, errors)
         assert not outputs[1] and "2 processes: 8 rows a step in all" in outputs[0]
-        tuned = "finetune_teacher" in RUNS[name]
+        tuned = "finetune_teacher" in options
         assert visible(folder / name) == ["student", *["teacher"] * tuned]
-        one = folder / name.removeprefix("sharded ")  # by whole models, if it is there
-        if name == one.name or not one.exists():
-            one = tmp_path / name
-            run(*words(one, 1, **{**RUNS[name], "fsdp": None, "accumulate": None}))
-        same_students(folder / name, one)
-
-
-def test_a_cache_of_two_processes_and_mistakes_that_are_told_once(launched):
-    folder, results, last = launched
-    for name in ("cache", "cached"):
-        assert results[name][0] == (0, 0), results[name]
+        run(*words(tmp_path / name, 1, **{**options, "fsdp": None, "accumulate": None}))
+        same_students(folder / name, tmp_path / name)
     assert len(list((folder / "cache").glob("shard-*"))) == 2
-    same_students(folder / "cached", folder / "soft_targets")
+
+
+def test_mistakes_are_told_once(launched):
+    folder, results, _ = launched
     for part in ("already holds a student", "no such directory", "not here", "did you mean"):
         codes, _, errors = results[part]
         told = "".join(errors)
         assert codes == (2, 2) and part in told
         assert told.count("Error: ") == 1 and told.count("\n") == 1, errors
     assert not (folder / "x").exists()
-    # A bug in one process ends the others.
-    assert "ZeroDivisionError: a bug" in last and "Error: another process" not in last
 
 
 @pytest.mark.slow
-def test_a_run_in_two_processes_that_is_ended_goes_on_in_one(words, tmp_path):
-    """After the death of a process, then of the launcher."""
-    out = tmp_path / "out"
-    for how, resume in (("a process is killed", None), ("the launcher is stopped", True)):
-        log = tmp_path / how
-        line = words(out, 2, log_json=log, resume=resume, **LONG)
-        launch = Launch(tmp_path / f"launch{resume}", 2, command, line, interval=SELDOM)
-        launch.wait_for_step(log, random.randint(4, 6) if resume is None else 8)
-        if resume is None:
-            os.kill(launch.pid(1), signal.SIGKILL)
-            _, errors = launch.end()
-            (error,) = re.findall("(?m)^Error: .*", errors)
-            assert "another process of this run has ended" in error
-        else:
-            launch.process.terminate()
-            _, errors = launch.end()
-            assert errors.count("--resume continues the run") == 1, errors
-        assert launch.process.exitcode
-        # The kill may have interrupted a save.
-        saved = (out / "unfinished" / "checkpoints").iterdir()
-        sound = [path for path in saved if find_damage(path) is None]
-        assert sound
-        for checkpoint in sound:
-            assert {"rng_state_0.pth", "rng_state_1.pth"} <= {p.name for p in checkpoint.iterdir()}
-    resumed = run(*words(out, 2, resume=True, **LONG))
-    assert "1 processes: 8 rows a step in all, as in the 2 that began" in resumed
-    run(*words(tmp_path / "whole", 1, **LONG))
-    same_students(out, tmp_path / "whole")
+def test_a_run_that_ends_goes_on_in_another_number_of_processes(words, launched, tmp_path):
+    """It begins in one process or two, ends in two, and goes on in one.
+
+    A sharded one goes on in as many, to the same bits.
+    """
+    folder, results, (printed, errors) = launched
+    *_, last = errors.rpartition("did you mean")
+    assert last.count(ENDINGS[ENDING]) == 1, last
+    assert last.count("\nError: another process") == (ENDING == "Dies")
+    saved = folder / "ended/unfinished/checkpoints"
+    assert not any(map(find_damage, saved.iterdir()))
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in saved.rglob("*")}
+    printed += run(*words(folder / "ended", BEGAN, resume=True, **ENDED))
+    assert f"8 rows a step in all, as in the {BEGAN} that began" in printed
+    assert [results[name][0][0] for name in ("cut", "cut, resumed", "not cut")] == [130, 0, 0]
+    run(*words(tmp_path / "whole", 1, **STOPPED))
+    for name in ("ended", "not cut"):
+        same_students(folder / name, tmp_path / "whole")
+    assert same_weights(folder / "cut", folder / "not cut")
+    past = [report_of(folder / name)["history"] for name in ("cut", "not cut")]
+    assert [x["losses"] for x in past[0]] == [x["losses"] for x in past[1]]
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs(tmp_path, monkeypatch):
+    flags, printed = SHARED[COMMAND]
+    write_packaged(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for seed, part in enumerate(("train", "eval")):
+        write_tsv(tmp_path / f"{part}.tsv", 20, seed)
+    (tmp_path / "study.toml").write_text(STUDY)
+    line = words_of(COMMAND, *flags, out=tmp_path / "out")
+    launch = Launch(tmp_path / "launch", 2, packaged, tmp_path, line)
+    said, errors = launch.end()
+    assert launch.process.exitcode == 0, errors
+    assert said.count("report:") == 1 and all(re.search(words, said) for words in printed), said
+    assert (tmp_path / "out/report.html").stat().st_size > 1000
+    assert len(list(tmp_path.glob("out/**/runs/*.json"))) == 4
+    assert (tmp_path / "out/student/config.json").exists() == (COMMAND == "demo")
 
 
 @pytest.mark.thorough
@@ -240,30 +238,14 @@ def test_what_the_first_process_does_alone(words, tmp_path, monkeypatch):
     monkeypatch.setattr(processes.time, "sleep", waited.append)
     (tmp_path / "text.txt").write_text("good film\n")
     teacher = words(tmp_path, 2)[2]
-    predict = ["predict", "--model", teacher, "--data", str(tmp_path / "text.txt")]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in (0, 1):
+    for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
         code, _, errors = result_of(words(tmp_path / "x", 2, epochs=0))
         assert code == 2 and errors.count("Error: ") == 1 and "--epochs" in errors
-        assert len(waited) == rank
-    for rank in (1, 0):
-        monkeypatch.setenv("RANK", str(rank))
         out = tmp_path / f"{rank}.tsv"
-        assert bool(run(*predict, "--out", str(out))) == out.exists() == (rank == 0)
-
-
-@pytest.mark.slow
-def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
-    """A sharded one goes on in as many to the same bits."""
-    folder, results, _ = launched
-    run(*words(tmp_path / "whole", 1, **STOPPED))
-    assert results["stopped"][0] == (0, 0), results["stopped"]
-    same_students(folder / "stopped", tmp_path / "whole")
-    assert [results[name][0][0] for name in ("cut", "cut, resumed", "not cut")] == [130, 0, 0]
-    assert same_weights(folder / "cut", folder / "not cut")
-    past = [report_of(folder / name)["history"] for name in ("cut", "not cut")]
-    assert [x["losses"] for x in past[0]] == [x["losses"] for x in past[1]]
+        said = run("predict", model=teacher, data=tmp_path / "text.txt", out=out)
+        assert bool(said) == out.exists() == (rank == 0) and len(waited) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 45])
@@ -271,39 +253,14 @@ def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
 def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     order, orders = LabelledOrder(np.ones(rows, dtype=bool), 8), []
     for epoch in (0, 1):
-        alone = StepSampler(order, 3, epoch=[epoch].pop)
+        alone = [part.rows for part in StepSampler(order, 3, epoch=[epoch].pop)]
         shared = [StepSampler(order, 3, rank, ranks, [epoch].pop) for rank in range(ranks)]
-        whole = [part.rows for part in alone]
-        for rows_of_step, *parts in zip(whole, *shared, strict=True):
+        for rows_of_step, *parts in zip(alone, *shared, strict=True):
             assert [i for part in parts if part.share for i in part.rows] == rows_of_step
-            shares = [len(part.rows) * ranks / len(rows_of_step) for part in parts]
-            for part, share in zip(parts, shares, strict=True):
+            for part in parts:
+                share = len(part.rows) * ranks / len(rows_of_step)
                 assert part.share == pytest.approx(share) or part.share == 0
-        orders.append([i for step in whole for i in step])
+        orders.append([i for step in alone for i in step])
         assert sorted(orders[-1]) == list(range(rows))
     assert rows == 1 or orders[0] != orders[1]
     assert len(alone) == -(-rows // 8)
-
-
-@pytest.mark.parametrize(("name", "options", "printed"), [
-    ("demo", ["--fast", "--steps", "1", "--device", "cpu"], (
-        r"2 areas: network, text \(chance: 0.500\)", "8 of them with a label",
-        "2 seeds, 1 steps each",
-        *(rf"(?m)^ *{name}\b.* [01]\.\d{{4}}\b" for name in ("teacher", "labels", "fcd")))),
-    ("study", ["study.toml"], ("Nothing can be told with two seeds",)),
-])  # fmt: skip
-def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, printed):
-    """The demo has two methods here: tests/distill trains by all."""
-    write_packaged(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    write_tsv(Path("train.tsv"))
-    write_tsv(Path("dev.tsv"), 20, 1)
-    Path("study.toml").write_text(STUDY)
-    out = tmp_path / "out"
-    launch = Launch(tmp_path / "launch", 2, packaged, tmp_path, words_of(name, *options, out=out))
-    said, errors = launch.end()
-    assert launch.process.exitcode == 0, errors
-    assert said.count("report:") == 1 and all(re.search(words, said) for words in printed), said
-    assert (out / "report.html").stat().st_size > 1000
-    assert len(list(out.glob("**/runs/*.json"))) == 4
-    assert (out / "student" / "config.json").exists() == (name == "demo")
