@@ -21,7 +21,7 @@ from torch.distributed import run as torchrun
 from typer.testing import CliRunner
 
 from fastkd import __main__ as entry
-from fastkd.cli import demo
+from fastkd.cli import analyze_command, demo
 from fastkd.cli.main import app
 from fastkd.distill import LRKD, METHODS
 from fastkd.study import docstrings
@@ -111,8 +111,9 @@ def commands(folder: Path, lines: dict[str, list[str]]) -> None:
     """Run command lines by name, one after the other; results in FOLDER/<rank>.json.
 
     The last of them is the process's own: how it ends is the launcher's to see. The second process
-    is a little late each time that the first one has told it something.
+    is a little late each time that the first one has told it something. No picture is drawn.
     """
+    without_pictures(setattr)
     on_first = processes.on_first_process
     if processes.rank():
         processes.on_first_process = lambda work: (on_first(work), time.sleep(0.01))[0]
@@ -128,6 +129,12 @@ def commands(folder: Path, lines: dict[str, list[str]]) -> None:
         dist.barrier()
     (folder / f"{processes.rank()}.json").write_text(json.dumps(results))
     command(last)
+
+
+def without_pictures(change) -> None:
+    """Drawing takes longer than all else of `fastkd analyze` on few rows."""
+    for name in ("plot_layer_panels", "plot_sentence"):
+        change(analyze_command, name, lambda *arguments, **options: None)
 
 
 def result_of(words: list[str]) -> tuple[int, str, str]:

@@ -14,25 +14,20 @@ from tests.support.runs import made, press_ctrl_c, report_of, stop_at
 from tests.support.tiny import usual
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 
 
 def test_the_pages_have_the_same_table():
-    page = (ROOT / models.PAGE).read_text()
-    rows = re.findall(r"(?m)^\| `([\w-]+)` \| `(\w+)` \| (.+) \|$", page)
+    rows = re.findall(
+        r"(?m)^\| `([\w-]+)` \| `(\w+)` \| (.+) \|$", (ROOT / models.PAGE).read_text()
+    )
     assert {kind: Choice(method, why) for kind, method, why in rows} == METHODS
     assert len(rows) == len(METHODS) and list(METHODS) == sorted(tasks.NAMES)
-    table = r"(?m)^\| ((?:`[\w-]+`(?:, )?)+) \| `(\w+)` \|$"
-    rows = {page: re.findall(table, page.read_text()) for page in DOCS.glob("*.md")}
-    (found,) = filter(None, rows.values())  # one page has it
-    named = {kind: method for kinds, method in found for kind in re.findall(r"[\w-]+", kinds)}
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    short = re.findall(r"(?m)^\| ((?:`[\w-]+`(?:, )?)+) \| `(\w+)` \|$", pages)  # one page has it
+    named = {kind: method for kinds, method in short for kind in re.findall(r"[\w-]+", kinds)}
     assert named == {kind: choice.method for kind, choice in METHODS.items()}
-    distill = (DOCS / "distill.md").read_text()
+    distill = (ROOT / "docs" / "distill.md").read_text()
     assert all(f"| `{name}`" in distill or f", `{name}`" in distill for name in NAMES)
-    assert {choice.method for choice in METHODS.values()} <= {*NAMES}
-    for kind, choice in METHODS.items():
-        task = tasks.named(kind)
-        assert choose(task) == (choice.method, f"--task {kind}: {choice.why} ({models.PAGE})")
 
 
 class Own(CausalLM):
@@ -47,7 +42,10 @@ class Other(Task):
     head = "AutoModelForImageClassification"
 
 
-def test_tasks_of_ones_own_and_students_with_other_tokens():
+def test_methods_of_tasks():
+    for kind, choice in METHODS.items():
+        why = f"--task {kind}: {choice.why} ({models.PAGE})"
+        assert choice.method in NAMES and choose(tasks.named(kind)) == (choice.method, why)
     assert choose(Own) == choose(tasks.named("causal-lm"))
     assert choose(Headed) == choose(tasks.named("token-classification"))
     assert choose(Other).method == "soft_targets"
@@ -72,10 +70,7 @@ def test_a_run_records_its_method_and_keeps_it(distill, tiny, tmp_path, monkeypa
     assert set(report["best"]["losses"]) == {"loss", "task", "soft", "projection"}
     card = (tmp_path / "out/student/README.md").read_text()
     assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
-
-
-def test_auto_is_a_method_of_a_study(tmp_path):
-    found = grid.read(StudySettings(methods="labels,auto", tasks={"x": "docstrings"}, out=tmp_path))
-    assert found.variants == ["labels", "auto"] and found.cells[-1].options["method"] == "auto"
-    for cell in found.cells:
+    study = grid.read(StudySettings(methods="labels,auto", tasks={"x": "docstrings"}, out=tmp_path))
+    assert [cell.options["method"] for cell in study.cells][-1] == "auto" == study.variants[1]
+    for cell in study.cells:
         Config.of(**cell.options)

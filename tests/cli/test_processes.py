@@ -1,5 +1,6 @@
 """`fastkd distill` in two processes: the student of one with twice the batch, and its mistakes."""
 
+import csv
 import functools
 import json
 import random
@@ -7,13 +8,12 @@ import re
 
 import numpy as np
 import pytest
-from torch.distributed import run as torchrun
 
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
 from fastkd.train.fitting import StepSampler
 from fastkd.train.saving import find_damage
-from tests.cli.launched import Launch, commands, packaged, result_of
+from tests.cli.launched import Launch, commands, packaged, result_of, without_pictures
 from tests.cli.test_demo import write_packaged
 from tests.support.draw import FIRST
 from tests.support.runs import press_ctrl_c, report_of, same_weights, stop_at, visible, weights_of
@@ -123,6 +123,7 @@ def launched(words, tmp_path_factory):
         "cut": words(folder / "cut", 2, **cut),
         "cut, resumed": words(folder / "cut", 2, resume=True, **cut),
         "not cut": words(folder / "not cut", 2, **cut),
+        "analyze": analyze(words, folder, "two"),
         "already holds a student": words(folder / "cached", 2),
         "no such directory": words(folder / "x", 2, teacher="./nothing"),
         "not here": words(folder / "x", 2, method="tests.cli.launched:FailsInTheSecond"),
@@ -135,6 +136,15 @@ def launched(words, tmp_path_factory):
     assert (folder / "0.json").exists() and launch.process.exitcode, said[1]
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     return folder, {k: tuple(zip(first[k], second[k], strict=True)) for k in first}, said
+
+
+def analyze(words, folder, out):
+    """`fastkd analyze` of the cached teacher's student."""
+    teacher, rows = (words(folder, 1)[i] for i in (2, 4))
+    return words_of(
+        "analyze", model=teacher, student=folder / "cached/student", data=rows, measures="pwcca",
+        device="cpu", out=folder / out, batch_size=5,
+    )  # fmt: skip
 
 
 # Scores that are means of real numbers.
@@ -158,7 +168,10 @@ def same_students(one, other):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, launched, tmp_path):
+def test_two_processes_give_the_student_of_one_with_twice_the_batch(
+    words, launched, tmp_path, monkeypatch
+):
+    """And so are an analysis's measures."""
     folder, results, _ = launched
     for name, options in ((DRAWN, RUNS[DRAWN]), ("cached", {})):
         codes, outputs, errors = results[name]
@@ -169,6 +182,13 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(words, launc
         run(*words(tmp_path / name, 1, **{**options, "fsdp": None, "accumulate": None}))
         same_students(folder / name, tmp_path / name)
     assert len(list((folder / "cache").glob("shard-*"))) == 2
+    codes, outputs, errors = results["analyze"]
+    assert codes == (0, 0) and "RCCC" in outputs[0] and not outputs[1], errors
+    without_pictures(monkeypatch.setattr)
+    run(*analyze(words, folder, "one"))
+    tables = [csv.DictReader((folder / name / "layers.csv").open()) for name in ("one", "two")]
+    one, two = ([float(row["value"]) for row in table] for table in tables)
+    assert one == pytest.approx(two)
 
 
 def test_mistakes_are_told_once(launched):
@@ -221,15 +241,6 @@ def test_processes_share_the_runs(tmp_path, monkeypatch):
     assert (tmp_path / "out/report.html").stat().st_size > 1000
     assert len(list(tmp_path.glob("out/**/runs/*.json"))) == 4
     assert (tmp_path / "out/student/config.json").exists() == (COMMAND == "demo")
-
-
-@pytest.mark.thorough
-def test_the_launcher_starts_the_command(tmp_path):
-    """In new interpreters, as a user does."""
-    line = ["--nproc-per-node", "2", "-m", "fastkd", "--version"]
-    launch = Launch(tmp_path / "launch", None, torchrun.main, line)
-    printed, errors = launch.end()
-    assert launch.process.exitcode == 0 and printed.count("fastkd") == 2, errors
 
 
 def test_what_the_first_process_does_alone(words, tmp_path, monkeypatch):

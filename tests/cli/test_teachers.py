@@ -8,43 +8,37 @@ from tests.support.runs import config_of, first_step, made, report_of
 from tests.support.tiny import make_teacher
 
 
-@pytest.fixture
-def given(tmp_path):
+def test_each_teacher_serves_its_rows(tmp_path):
+    """Two names of one teacher give its student; two teachers give another, scored by teacher."""
     for name, scale in (("math", 0.2), ("code", 0.5), ("student", 0.2)):
         make_teacher(tmp_path / name, initializer_range=scale)
-    rows = [("math", "code")[i % 3 == 0] for i in range(18)]
-    lines = ["text\tlabel\tfield"]
-    lines += [f"row {i} is {'good' if i % 2 else 'bad'}\t{i % 2}\t{x}" for i, x in enumerate(rows)]
-    (tmp_path / "rows.tsv").write_text("\n".join(lines))
+    rows, path = tmp_path / "rows.tsv", tmp_path / "teachers.toml"
+    lines = [
+        f"row {i} is {('bad', 'good')[i % 2]}\t{i % 2}\t{('math', 'code')[i % 3 == 0]}"
+        for i in range(18)
+    ]
+    rows.write_text("\n".join(["text\tlabel\tfield", *lines]))
 
-    def given(text=None, **options):
-        usual = {
-            **dict.fromkeys(("train", "eval"), tmp_path / "rows.tsv"), "method": "soft_targets",
-            "student": tmp_path / "student", "steps": 3, "batch_size": 6, "out": tmp_path / "out",
+    def given(text, **options):
+        path.write_text(text)
+        return {
+            "train": rows, "eval": rows, "student": tmp_path / "student", "steps": 3,
+            "batch_size": 6, "method": "soft_targets", "out": tmp_path / "out", "teachers": path,
+            "teacher_column": "field", **options,
         }  # fmt: skip
-        if text is not None:
-            path = tmp_path / "teachers.toml"
-            path.write_text(text)
-            usual |= {"teachers": path, "teacher_column": "field"}
-        return {**usual, **options}
 
-    return given
+    def soft(text, **options):
+        return first_step(**given(text, **options))[1]["soft"].item()
 
-
-def test_each_teacher_serves_its_rows(given, tmp_path):
-    """Two names of one teacher give its student; two teachers give another, scored by teacher."""
-    files = 'math = "math"\ncode = "math"\n', 'math = "math"\ncode = "code"\n'
-
-    def soft(*text, **options):
-        return first_step(**given(*text, **options))[1]["soft"].item()
-
-    alone, one, two = soft(teacher=tmp_path / "math"), soft(files[0]), soft(files[1])
-    assert alone == pytest.approx(one, rel=1e-5) and alone != pytest.approx(two, rel=1e-3)
-    two = run_distillation(config_of(**given(files[1], accumulate=2)))
-    scores = two["teachers"]
+    both = 'math = "math"\ncode = "code"\n'
+    alone = soft("", teacher=tmp_path / "math", teachers=None, teacher_column=None)
+    assert alone == pytest.approx(soft('math = "math"\ncode = "math"\n'), rel=1e-5)
+    assert alone != pytest.approx(soft(both), rel=1e-3)
+    report = run_distillation(config_of(**given(both, accumulate=2)))
+    scores = report["teachers"]
     assert {name: each["rows"] for name, each in scores.items()} == {"math": 12, "code": 6}
     for each in scores.values():
-        assert each["teacher"].keys() == each["student"].keys() == two["student"].keys()
+        assert each["teacher"].keys() == each["student"].keys() == report["student"].keys()
     card = (tmp_path / "out" / "student" / "README.md").read_text()
     assert "| code |" in card and "2 teachers, each for its rows" in card
     assert report_of(tmp_path / "out")["teachers"]
