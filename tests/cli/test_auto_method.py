@@ -30,25 +30,16 @@ def test_the_pages_have_the_same_table():
     assert all(f"| `{name}`" in distill or f", `{name}`" in distill for name in NAMES)
 
 
-class Own(CausalLM):
-    """A user's task that derives from one of fastkd's."""
-
-
-class Headed(Task):
-    head = "AutoModelForTokenClassification"
-
-
-class Other(Task):
-    head = "AutoModelForImageClassification"
-
-
 def test_methods_of_tasks():
     for kind, choice in METHODS.items():
         why = f"--task {kind}: {choice.why} ({models.PAGE})"
         assert choice.method in NAMES and choose(tasks.named(kind)) == (choice.method, why)
-    assert choose(Own) == choose(tasks.named("causal-lm"))
-    assert choose(Headed) == choose(tasks.named("token-classification"))
-    assert choose(Other).method == "soft_targets"
+    # A user's task derives from one of fastkd's, or has a head as one of them, or another.
+    assert choose(type("Own", (CausalLM,), {})) == choose(tasks.named("causal-lm"))
+    headed = type("Headed", (Task,), {"head": "AutoModelForTokenClassification"})
+    assert choose(headed) == choose(tasks.named("token-classification"))
+    other = type("Other", (Task,), {"head": "AutoModelForImageClassification"})
+    assert choose(other).method == "soft_targets"
     assert choose(tasks.named("causal-lm"), own_tokens=True).method == "soft_targets"
     embedding = tasks.named("embedding")  # which has no soft targets
     assert choose(embedding, own_tokens=True) == choose(embedding)

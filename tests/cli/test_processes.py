@@ -147,10 +147,6 @@ def analyze(words, folder, out):
     )  # fmt: skip
 
 
-# Scores that are means of real numbers.
-REAL = {"perplexity", "bits_per_byte", "loss"}
-
-
 def same_students(one, other):
     a, b = weights_of(one), weights_of(other)
     assert a.keys() == b.keys()
@@ -161,7 +157,7 @@ def same_students(one, other):
     assert first["parameters"] == second["parameters"]
     for who in ("student", "teacher"):
         for name, score in first[who].items():  # what counts rows is equal, a mean of losses nearly
-            real = name in REAL
+            real = name in {"perplexity", "bits_per_byte", "loss"}
             assert second[who][name] == (pytest.approx(score, rel=1e-5) if real else score)
     for ours, theirs in zip(first["history"], second["history"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)

@@ -114,25 +114,12 @@ def test_mistakes_are_one_sentence_before_the_first_stage(distill, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-SHARED = """
-epochs = 1
-device = "cpu"
-max_length = 16
-"""
+SHARED = 'epochs = 1\ndevice = "cpu"\nmax_length = 16\n'
+ROWS = 'train = "train.tsv"\neval = "dev.tsv"\n'
 ASSISTANT = """
 method = "soft_targets"
-[stages.assistant]
-teacher = "teacher"
-student_layers = 2
-[stages.student]
-teacher = "stages.assistant"
-student_layers = 1
-learning_rate = 1e-3
-set = {temperature = 3.0}
-"""
-ROWS = """
-train = "train.tsv"
-eval = "dev.tsv"
+stages.assistant = {teacher = "teacher", student_layers = 2}
+stages.student = {teacher = "stages.assistant", student_layers = 1, set = {temperature = 3.0}}
 """
 
 
@@ -145,9 +132,8 @@ def test_a_teacher_assistant(distill, folder, tmp_path):
     assert second["settings"]["teacher"] == str(out / "1-assistant" / "student")
     assert second["settings"]["follows"] == first["run"]
     assert second["teacher"] == first["student"]  # the same model's scores on the same rows
-    arm = ASSISTANT.replace("[stages.", "[methods.TAKD.stages.")
     (folder / "arm.toml").write_text(
-        f'{SHARED}seeds = 1\nteacher = "teacher"\n[methods.TAKD]{arm}[tasks.own]{ROWS}'
+        f'{SHARED}seeds = 1\nteacher = "teacher"\n[methods.TAKD]{ASSISTANT}[tasks.own]\n{ROWS}'
     )
     run("study", folder / "arm.toml", out=tmp_path / "study")
     study = grid.read(StudySettings(spec=folder / "arm.toml"))
@@ -158,9 +144,9 @@ def test_a_teacher_assistant(distill, folder, tmp_path):
     assert not list((tmp_path / "study" / "runs").glob("*/"))
     for old, new, error in (
         ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
-        ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
+        ("student = {", 'student = {task = "masked-lm", ', "finetune_teacher EPOCHS"),
         ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
-        ("student_layers = 1", "", "both the student of the stage assistant"),
+        ("student_layers = 1, ", "", "both the student of the stage assistant"),
         ('"teacher"', '"stages.student"', "no earlier stage"),
     ):
         plan = SHARED + ROWS + ASSISTANT.replace(old, new)
