@@ -64,21 +64,16 @@ def _launch(folder: Path, ranks: int | None, interval: str, function, arguments)
     if ranks is None:
         _work(function, arguments)
         return
-
-    def forking(args):
-        config, *_ = configure(args)
-        config.start_method = "fork"
-        return config, _work, (function, arguments)
-
-    configure = torchrun.config_from_args
-    words = "--nproc-per-node", str(ranks), "--monitor-interval", interval, "function"
-    with mock.patch.object(torchrun, "config_from_args", forking):
-        torchrun.main(words)
+    words = ["--nproc-per-node", str(ranks), "--monitor-interval", interval, "function"]
+    words[:0] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
+    config, *_ = torchrun.config_from_args(torchrun.parse_args(words))
+    config.start_method = "fork"
+    torchrun.elastic_launch(config, _work)(function, arguments)
 
 
 def _work(function, arguments) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.dump_traceback_later(LONGEST, exit=True)
     gc.freeze()  # accelerate collects garbage once a run
