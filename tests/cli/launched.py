@@ -30,10 +30,7 @@ from tests.distill.processes import CONTEXT
 
 scoring.REPEATS = 1  # as in tests.support.tiny
 # What commands import late, and every fork would anew.
-for late in (
-    "typer._adapters", "datasets.io.generator", "rouge_score.rouge_scorer",
-    "transformers.models.bert.modeling_bert",
-):  # fmt: skip
+for late in ("typer._adapters", "datasets.io.generator", "transformers.models.bert.modeling_bert"):
     importlib.import_module(late)
 LONGEST = 600  # seconds, after which a process that hangs says where, and ends
 
