@@ -1,14 +1,12 @@
 """Conversations: their forms, text by a chat template, tokens of answers, generated text, runs."""
 
-import copy
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from fastkd.train.data import Encoder, read_file
+from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.fitting import is_on_policy
 from fastkd.train.generation import Draw
@@ -16,42 +14,25 @@ from fastkd.train.models import load_trained
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, _written, prompts_of
-from tests.support.runs import losses_of, made, report_of
-from tests.support.tiny import run, usual
-from tests.train.tasks.through import (
-    TEMPLATE,
-    encoded,
-    make_chat_teacher,
-    rows_of,
-    says,
-    told,
-    write_chats,
-    write_jsonl,
-)
+from tests.support.runs import losses_of, report_of
+from tests.support.tiny import run, sentences, usual
+from tests.train.tasks.through import TEMPLATE, make_chat_teacher, rows_of, says, told, write_chats
 
 # As Qwen3's: earlier thoughts are dropped, and the last answer gets an empty one.
 THINKS = """
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for m in messages %}
-{%- if m.role != 'assistant' %}{{- '[CLS] ' + m.role + ' ' + m.content + ' [SEP]\n' }}
-{%- else %}
-{%- set content = m.content %}{%- set thought = m.reasoning_content or '' %}
-{%- if '</think>' in content %}
-{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
-{{- '[CLS] assistant\n' }}
+{%- endfor %}{%- for m in messages %}{%- if m.role != 'assistant' %}
+{{- '[CLS] ' + m.role + ' ' + m.content + ' [SEP]\n' }}{%- else %}{{- '[CLS] assistant\n' }}
+{%- set inside = m.content.rpartition('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set thought = inside or m.reasoning_content or '' %}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}
 {{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}
-{{- content }}
+{{- m.content.split('</think>')[-1].lstrip('\n') }}
 {%- for call in m.tool_calls or [] %}{{- ' <call> ' + call.function.name }}
-{%- for key in call.function.arguments %}
-{{- ' ' + key + ' ' + call.function.arguments[key] }}{%- endfor %}{%- endfor %}
-{{- ' [SEP]\n' }}{%- endif %}{%- endfor %}
+{%- for key, value in call.function.arguments.items() %}{{- ' ' + key + ' ' + value }}{%- endfor %}
+{%- endfor %}{{- ' [SEP]\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '[CLS] assistant\n' }}{%- endif %}"""
-
-
 # As R1-Distill's: it drops every thought, and its prompt begins one.
 DROPS = (
     "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} {% else %}"
@@ -73,6 +54,9 @@ MARKS = TEMPLATE.replace(
     "{{ m.content }} [SEP] ", "{% generation %}{{ m.content }} [SEP]{% endgeneration %} "
 )
 SWITCHED = "{{ '[MASK] ' if enable_thinking else '' }}" + THINKS
+UPPER = "{{ messages | length }}{% for m in messages %}{{ m.content | upper }} {% endfor %}"
+FINE, THOUGHT = "<think>\nfine\n</think>\n\n", "<think> fine </think> bad [SEP]"
+TOOLS = "{% if tools %}{{ tools[0].name }} {% endif %}" + THINKS
 
 
 @pytest.fixture(scope="module")
@@ -85,91 +69,97 @@ def tokenizer(teacher):
     return AutoTokenizer.from_pretrained(teacher)
 
 
-@pytest.fixture
-def model(teacher):
-    return GPT2LMHeadModel.from_pretrained(teacher).eval()
+@pytest.fixture(params=["fast", "slow"])
+def read(tokenizer, request, monkeypatch, tmp_path):
+    """The text of a conversation, its parts that count, and the answer that ROUGE-L compares.
+
+    Unless it is ``labelled``, it is read as by `fastkd predict`.
+    """
+    tokenizer.add_tokens(["<think>", "</think>", "<call>", "assistant", "user", "tool"])
+    if request.param == "slow":
+        monkeypatch.setattr(type(tokenizer), "is_fast", False)
+
+    def read(talk, template=THINKS, tools=None, length=64, labelled=True, **task):
+        tokenizer.chat_template = template
+        columns = {} if labelled else {"label": None}
+        row = {"messages": talk, "tools": tools}
+        rows = rows_of(tmp_path / "a.jsonl", TASK, [row], **columns)
+        found = Encoder(tokenizer, length, TASK(**task, predicting=not labelled))(rows)
+        words, labels = tokenizer.convert_ids_to_tokens(found[0]["input_ids"]), found[0]["labels"]
+        counted = [w if x != -100 else "_" for w, x in zip(words, labels, strict=True)]
+        parts = [part.strip() for part in " ".join(counted).split("_") if part.strip()]
+        if labelled:  # of a student's own answers, and of predictions
+            (batch,) = found.batches(TASK().collator(tokenizer), 1)
+            prompt = " ".join(tokenizer.convert_ids_to_tokens(prompts_of(batch)[0]))
+            assert f"{prompt} {parts[-1]}" == " ".join(words)
+            assert read(talk, template, tools, length, False, **task)[0] == prompt
+        return " ".join(words), parts, found.evaluation_columns["answer"][0]
+
+    return read
 
 
-@pytest.fixture
-def tokens(tokenizer, tmp_path):
-    """Rows and tokens of conversations, given or drawn."""
-
-    def tokens(rows, length=16, task=None):
-        path = write_chats(tmp_path / "tokens.jsonl", rows)
-        return encoded(path, task or TASK(), tokenizer, length)
-
-    return tokens
-
-
-def test_too_long_a_conversation_keeps_its_middle(tokenizer, tokens):
-    for length, kept in (
-        (12, "[CLS] a the film is [MASK] good fine nice bad poor [SEP]"),
-        (11, "[CLS] a the film is [MASK] good fine nice bad poor"),
-        (6, "film is [MASK] good fine nice"),
+def test_too_long_a_conversation_keeps_its_middle(read):
+    for length, question, answer in (
+        (12, "[CLS] a the film is [MASK]", "good fine nice bad poor [SEP]"),
+        (11, "[CLS] a the film is [MASK]", "good fine nice bad poor"),
+        (6, "film is [MASK]", "good fine nice"),
     ):
-        (row,) = tokens([says("a the film is", "good fine nice bad poor")], length)
-        assert " ".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) == kept
-        assert [label != -100 for label in row["labels"]].index(True) == kept.split().index("good")
+        talk = says("a the film is", "good fine nice bad poor")
+        text, parts, _ = read(talk, TEMPLATE, length=length)
+        assert (text, parts) == (f"{question} {answer}", [answer])
 
 
+@pytest.mark.left_out(where=lambda x: x["read"] == "slow")  # it can't follow marks
 @pytest.mark.parametrize(("template", "words"), [
     (None, "--task chat needs a tokenizer with a chat template"),
-    ("{{ messages[-1].content | upper }}", "row 1: the tokens of message 2 cannot be found"),
-    ("{{ raise_exception('only systems') }}",
-     "row 1: the .* template refuses it .only systems"),
+    (UPPER, "message 2 cannot be found.*put {% generation %} and {% endgeneration %} around"),
+    ("{{ raise_exception('only systems') }}", "row 1: the .* template refuses it .only systems"),
     ("{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
      "row 1: the .* template marks no token"),
 ])  # fmt: skip
-def test_a_template_that_does_not_tell(tokenizer, tokens, template, words):
-    tokenizer.chat_template = template
+def test_a_template_that_does_not_tell(read, template, words):
     with pytest.raises(InputError, match=words):
-        tokens([says("a film", "good")])
+        read(says("a film", "good"), template)
 
 
-def apart(row, name):
-    starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
-    ends = [*starts[1:], len(row["position_ids"])]
-    return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
+def apart(rows, name):
+    """A column of each conversation of packed rows, sorted."""
+    found = []
+    for row in rows:
+        starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
+        found += [row[name][a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    return sorted(found)
 
 
-def test_what_a_student_draws_is_masked_exactly(tokenizer, model, tokens):
-    model.train()
-    task, rows = TASK(), tokens(6)
-    collate = task.collator(tokenizer)
-    (batch,) = rows.batches(collate, 6)
+def test_what_a_student_draws_is_masked_exactly_in_packed_rows_too(teacher, tokenizer, tmp_path):
+    """That packed rows teach the same: tests/distill/test_distiller.py."""
+    model, task = GPT2LMHeadModel.from_pretrained(teacher).train(), TASK()
+    data, collate = rows_of(write_chats(tmp_path / "a.jsonl", 9), TASK), task.collator(tokenizer)
+    rows, packed = (Encoder(tokenizer, 32, x)(data) for x in (task, task.for_packing()))
+    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
+    for name in ("input_ids", "labels"):
+        assert apart(packed, name) == sorted(row[name] for row in rows)
+    together = collate([*packed])
+    for row, positions in zip(packed, together["position_ids"], strict=True):
+        assert positions[: len(row["labels"])].tolist() == row["position_ids"]
+    (batch,) = rows.batches(collate, 9)
     drawn = task.generated(model, batch, tokenizer, 0)
     assert model.training
     end, lengths = tokenizer.sep_token_id, set()
     for row, prompt in zip(drawn, prompts_of(batch), strict=True):
-        ids, labels = row["input_ids"], row["labels"]
-        written = ids[len(prompt) :]
-        assert ids[: len(prompt)] == prompt
-        assert labels == [-100] * len(prompt) + written
+        written = row["input_ids"][len(prompt) :]
+        assert row["input_ids"] == prompt + written
+        assert row["labels"] == [-100] * len(prompt) + written
         assert end not in written[:-1] and (written[-1] == end or len(written) == 16)
         lengths.add(len(written))
     assert len(lengths) > 1
     # For every batch: one row only, another order, or packed.
-    other = [rows[i] for i in reversed(range(6))]
+    other = [rows[i] for i in reversed(range(9))]
     assert task.generated(model, collate(other), tokenizer, 0) == drawn[::-1]
     assert task.generated(model, collate(other[:1]), tokenizer, 0) == drawn[-1:]
     assert task.generated(model, batch, tokenizer, 1) != drawn
-    together = task.generated(model, collate([*tokens(6, 32, task.for_packing())]), tokenizer, 0)
-    alone = [row["input_ids"] for row in drawn]
-    assert len(together) < 6 and sorted(alone) == sorted(
-        ids for row in together for ids in apart(row, "input_ids")
-    )
-
-
-def test_packed_rows_hold_the_tokens_of_the_conversations(tokenizer, tokens):
-    """That they teach the same: tests/distill/test_distiller.py."""
-    single, packed = (tokens(9, 32, x) for x in (TASK(), TASK().for_packing()))
-    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
-    for name in ("input_ids", "labels"):
-        together = sorted(part for row in packed for part in apart(row, name))
-        assert together == sorted(row[name] for row in single)
-    batch = TASK().collator(tokenizer)([*packed])
-    for i, row in enumerate(packed):
-        assert batch["position_ids"][i][: len(row["labels"])].tolist() == row["position_ids"]
+    together = task.generated(model, together, tokenizer, 0)
+    assert apart(together, "input_ids") == sorted(row["input_ids"] for row in drawn)
     for task, words in (
         (TASK(separate_documents=False), "--pack: the model does not separate the conversations"),
         (named("causal-lm")(), "--pack: rows of --task causal-lm are not packed"),
@@ -189,84 +179,73 @@ def test_words_are_drawn_as_often_as_they_are_likely_and_steps_are_spread():
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
 
-def test_losses_of_an_epoch_do_not_depend_on_the_log(teacher, tmp_path):
+def test_losses_of_an_epoch_do_not_depend_on_the_log(tmp_path):
     """Not every step has labels, and the last one has fewer rows and micro-batches.
 
-    Sampled text depends on --seed alone, also in `fastkd evaluate`, by the student's manifest.
+    Sampled text depends on --seed alone, also in `fastkd evaluate`, by the student's manifest. With
+    answers of its own in every step a student learns from the teacher alone.
     """
-    files = [write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2)]
+    talks = [says(text, text.split()[0]) for text, _ in sentences(12, 0)]
+    thoughts = {"reasoning_content": "fine"}, {"thinking": "poor"}, {"content": f"{FINE}bad"}
+    for i, thought in enumerate(thoughts):
+        for talk in talks[i::4]:
+            talk[1] |= thought
+    teacher, data = tmp_path / "gpt2", write_chats(tmp_path / "a.jsonl", talks)
+    make_chat_teacher(teacher, template=THINKS)
+    options = {"task": "chat", "teacher": teacher, "train": data, "eval": data, "max_length": 32,
+               "method": "soft_targets", "batch_size": 5, "max_new_tokens": 2, "sample": 0.5,
+               "learning_rate": 1e-2}  # fmt: skip
     found = []
-    for logging, accumulate in ((1, None), (2, 4)):
+    for logging, accumulate, share in ((1, None, 0.5), (2, 4, 0.5), (3, None, 1)):
         args, out = tmp_path / f"{logging}.yaml", tmp_path / str(logging)
         args.write_text(f"logging_steps: {logging}\n")
-        run("distill", task="chat", train=files[0], eval=files[1], teacher=teacher, max_length=16,
-            method="soft_targets", epochs=1, batch_size=5, device="cpu", on_policy=0.5,
-            learning_rate=1e-2, max_new_tokens=2, sample=0.5, trainer_args=args,
-            accumulate=accumulate, out=out)  # fmt: skip
+        options |= {"trainer_args": args, "accumulate": accumulate, "out": out}
+        said = run("distill", **usual(tmp_path, tmp_path, **options, on_policy=share))
         found.append(losses_of(out))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    scores = tmp_path / "scores.json"
-    run("evaluate", model=out / "student", data=files[1], batch_size=2, out=scores, device="cpu")
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and set(found[2]) == {"loss", "soft"}
+    assert "thoughts (--thinking keep): 9 training answers with and 3 without, 9 eval" in said
+    student, scores = out / "student", tmp_path / "scores.json"
+    run("evaluate", model=student, data=data, batch_size=2, out=scores, device="cpu")
     assert read_json(scores)["rouge_l"] == report_of(out)["student"]["rouge_l"]
+    card = (student / "README.md").read_text()
+    assert "`--thinking keep`, in 75% of the training answers" in card
+    rows = told(student, data, tmp_path / "told.jsonl")
+    assert all({"thought", "answer"} <= row.keys() for row in rows)
+    task = load_trained(str(student), False)[2]
+    assert (task.thinking, task.thoughts) == ("keep", 0.75)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2", THINKS)
-
-
-@pytest.fixture(params=["fast", "slow"])
-def reader(folder, request):
-    made = AutoTokenizer.from_pretrained(folder)
-    made.add_tokens(["<think>", "</think>", "<call>", "assistant", "user", "tool"])
-    if request.param == "slow":
-        request.getfixturevalue("monkeypatch").setattr(type(made), "is_fast", False)
-    return made
-
-
-def learned(tokenizer, path, **task):
-    """The text of a file's one row, and its parts that count."""
-    (row,) = encoded(path, TASK(**task), tokenizer, 64)
-    words = tokenizer.convert_ids_to_tokens(row["input_ids"])
-    counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]
-    return " ".join(words), [part.strip() for part in " ".join(counted).split("_") if part.strip()]
-
-
-def asked(tokenizer, path, **task):
-    """The prompt of `fastkd predict`."""
-    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
-    task, rows, *_ = TASK(**task).prepare(rows, labelled=False)
-    found = Encoder(tokenizer, 64, task)(rows)[0]["input_ids"]
-    return " ".join(tokenizer.convert_ids_to_tokens(found))
-
-
-def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(reader, tmp_path):
+def test_what_a_template_inserts_is_prompt_and_thoughts_are_learned(read):
     """An empty <think></think> was trained as the answer; two turns were refused."""
-    path = write_chats(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film")])
-    text, parts = learned(reader, path)
-    assert text == (
+    prompt = (
         "[CLS] user a film [SEP] [CLS] assistant good [SEP] [CLS] user so [SEP] "
-        "[CLS] assistant <think> </think> bad film [SEP]"
+        "[CLS] assistant <think> </think>"
     )
-    assert parts == ["good [SEP]", "bad film [SEP]"]
-    # A prediction has the same prompt as training.
-    prompt = asked(reader, path)
-    assert prompt == text.removesuffix(" bad film [SEP]")
-    (batch,) = encoded(path, TASK(), reader, 64).batches(TASK().collator(reader), 1)
-    assert reader.convert_ids_to_tokens(prompts_of(batch)[0]) == prompt.split()
-    for own in ("reasoning_content", "content"):  # of the data, of which earlier ones are dropped
-        talk = says("a film", "good", "so", "bad")
-        for message, thought in ((talk[1], "fine"), (talk[3], "nice")):
-            inside = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-            message[own] = inside if own == "content" else thought
-        text, parts = learned(reader, write_chats(tmp_path / "a.jsonl", [talk]))
-        assert "fine" not in text and parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
+    expected = f"{prompt} bad film [SEP]", ["good [SEP]", "bad film [SEP]"], "bad film"
+    assert read(says("a film", "good", "so", "bad film")) == expected
+    # Of the data, of which earlier ones are dropped.
+    inside = says("a film", f"{FINE}good", "so", f"{FINE}bad")
+    beside = says("a film", "good", "so", "bad")
+    beside[1]["reasoning_content"] = beside[3]["reasoning_content"] = "fine"
+    for talk in (inside, beside):
+        assert read(talk)[1:] == (["good [SEP]", THOUGHT], "bad")
+    # A turn that ends otherwise than the last; a template without a prompt of its own.
+    talk = says("so", "good", "a", "bad")
+    assert read(talk, CHANNELS)[1] == ["good", "bad [CLS]"]
+    assert read(talk, SHOUTS)[1] == ["good [SEP]", "bad [SEP]"]
+    # Tools, their calls, and what they answer, which is not learned.
+    call = {"id": "1", "type": "function", "function": {"name": "film", "arguments": '{"a": "so"}'}}
+    talk = [
+        *says("is"), {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "very good", "tool_call_id": "1"}, says("a", "nice")[1],
+    ]  # fmt: skip
+    called = "<call> film a so"
+    text, *found = read(talk, TOOLS, [{"name": "film"}])
+    assert text.startswith("film [CLS]") and found == [[f"{called} [SEP]", "nice [SEP]"], "nice"]
+    assert read(talk[:2])[1:] == ([f"{called} [SEP]"], called)
 
 
-THOUGHT = "<think> fine </think> bad [SEP]"
-
-
-@pytest.mark.left_out(where=lambda x: x["reader"] == "slow")  # of templates: the tests around it
+@pytest.mark.left_out(where=lambda x: x["read"] == "slow")  # of templates: the tests around it
 @pytest.mark.parametrize(("template", "own", "keep", "prompt"), [
     (THINKS, "reasoning_content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
     (THINKS, "content", THOUGHT, "[CLS] user so [SEP] [CLS] assistant"),
@@ -279,165 +258,74 @@ THOUGHT = "<think> fine </think> bad [SEP]"
     ("{% for m in messages %}[CLS] {{ m.content }} [SEP] {% endfor %}", "reasoning_content",
      THOUGHT, "[CLS] so [SEP] [CLS]"),
 ])  # fmt: skip
-def test_thoughts_are_kept_dropped_or_read(reader, tmp_path, template, own, keep, prompt):
+def test_thoughts_are_kept_dropped_or_read(read, template, own, keep, prompt):
     """Whatever the template does with them; `fastkd predict` asks as the training."""
-    reader.chat_template = template
-    talk = says("so", "bad")
-    bare = write_chats(tmp_path / "bare.jsonl", [talk])
-    talk[1][own] = "<think>\nfine\n</think>\n\nbad" if own == "content" else "fine"
-    path = write_chats(tmp_path / "a.jsonl", [talk])
-    question = write_chats(tmp_path / "b.jsonl", [talk[:1]])
-    most = {"thoughts": 1.0}
-    text, parts = learned(reader, path, **most)
-    assert parts == [keep] and text == f"{prompt} {keep}"
-    assert asked(reader, path, **most) == prompt
+    bare, talk = says("so", "bad"), says("so", "bad")
+    talk[1][own] = f"{FINE}bad" if own == "content" else "fine"
+    text, end = f"{prompt} {keep}", keep.split()[-1]
+    assert read(talk, template, thoughts=1.0) == (text, [keep], "bad")
     if own != "content":
-        assert asked(reader, question, **most) == prompt
-    for thinking in ("drop", "keep"):
-        one = learned(reader, path, thinking=thinking)
-        assert (one == learned(reader, bare)) == (thinking == "drop")
-    end = keep.split()[-1]
-    assert learned(reader, path, thinking="prompt") == (text, [f"bad {end}"])
-    before = text.removesuffix(f" bad {end}")
+        assert read(talk[:1], template, labelled=False, thoughts=1.0)[0] == prompt
+    plain = read(bare, template)
+    assert read(talk, template, thinking="drop") == plain != read(talk, template)
+    assert read(talk, template, thinking="prompt") == (text, [f"bad {end}"], "bad")
     talk[1]["content"] = talk[1]["content"].removesuffix("bad")
-    for some in (path, write_chats(tmp_path / "c.jsonl", [talk])):
-        assert asked(reader, some, thinking="prompt") == before
-    answers = encoded(path, TASK(**most), reader, 64).evaluation_columns["answer"]
-    assert answers[:] == ["bad"]
+    found = read(talk, template, labelled=False, thinking="prompt")[0]
+    assert found == text.removesuffix(f" bad {end}")
 
 
-def test_turns_that_end_otherwise_than_the_last_and_headers(reader, tmp_path):
-    path = write_chats(tmp_path / "a.jsonl", [says("so", "good", "a", "bad")])
-    reader.chat_template = CHANNELS
-    assert learned(reader, path)[1] == ["good", "bad [CLS]"]
-    reader.chat_template = SHOUTS
-    text, parts = learned(reader, path)
-    assert parts == ["good [SEP]", "bad [SEP]"]
-    assert asked(reader, path) == text.removesuffix(" bad [SEP]")
-
-
-def test_thoughts_and_answers_that_were_written(reader):
+def test_thoughts_and_answers_that_were_written(tokenizer):
     """ROUGE-L compared thought and answer with the answer alone."""
-    ids = reader.convert_tokens_to_ids
+    names = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.add_tokens(["<think>", "</think>", "assistant", "analysis", "final"])
+    ids = tokenizer.convert_tokens_to_ids
+    channels = (
+        "<|channel|> analysis <|message|> fine <|end|> <|start|> assistant <|channel|> final "
+        "<|message|> good [SEP]"
+    )
     for prompt, written, expected in (
         ("[CLS]", "good [SEP]", ("", "good")),
         ("[CLS]", "<think> fine </think> good [SEP]", ("fine", "good")),
         ("[CLS] <think>", "fine </think> good [SEP]", ("fine", "good")),
         ("[CLS] <think> so </think>", "good [SEP]", ("", "good")),
         ("[CLS]", "<think> fine fine", ("fine fine", "")),
+        ("[CLS]", channels, ("fine", "good")),
     ):
-        assert _written(ids(prompt.split()), ids(written.split()), reader) == expected
-    other = copy.deepcopy(reader)
-    names = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
-    other.add_special_tokens({"additional_special_tokens": list(names)})
-    other.add_tokens(["analysis", "final"])
-    text = "<|channel|> analysis <|message|> fine <|end|> <|start|> assistant <|channel|> final"
-    words = f"{text} <|message|> good [SEP]".split()
-    assert _written([2], other.convert_tokens_to_ids(words), other) == ("fine", "good")
-
-
-def test_a_run_with_thoughts(folder, tiny, tmp_path):
-    """And one of ShareGPT's form.
-
-    With answers of its own in every step a student learns from the teacher alone.
-    """
-    rows = [{"messages": [*says("a film"), {"role": "assistant", "content": w, **more}]}
-            for w, more in (("good", {"reasoning_content": "fine"}), ("bad", {"thinking": "poor"}),
-                            ("nice", {"reasoning_content": "so"}), ("dull", {}))]  # fmt: skip
-    path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "told.jsonl"
-    options = usual(tiny, tmp_path, teacher=folder, train=path, eval=path, method="soft_targets")
-    options |= {"max_length": 32, "task": "chat", "max_new_tokens": 4, "on_policy": 1}
-    assert "thoughts (--thinking keep): 3 training answers with and 1 without, 3 eval" in run(
-        "distill", **options
-    )
-    student = tmp_path / "out/student"
-    assert set(losses_of(tmp_path / "out")) == {"loss", "soft"}
-    card = (student / "README.md").read_text()
-    assert "`--thinking keep`, in 75% of the training answers" in card
-    assert all({"thought", "answer"} <= row.keys() for row in told(student, path, out))
-    tasks = [load_trained(str(student), False)[2]]
-    asks = {"from": "human", "value": "a film"}
-    write_jsonl(path, [{"conversations": [asks, {"from": "gpt", "value": w}]}
-                       for w in ("good", "<think>\nfine\n</think>\n\nbad")])  # fmt: skip
-    tasks.append(made(**{**options, "thinking": "drop"})[0].data.task)
-    assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.5)]
-    options |= {"max_new_tokens": None, "on_policy": None, "task": "causal-lm", "thinking": "drop"}
-    error = run("distill", expect=2, **{**options, "out": tmp_path / "no"})
-    assert "--thinking drop: rows of --task causal-lm are no conversations" in error
-
-
-def test_tool_calls_are_learned_and_their_answers_are_not(reader, tmp_path):
-    call = {"id": "1", "type": "function", "function": {"name": "film", "arguments": '{"a": "so"}'}}
-    talk = [
-        *says("is"),
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "very good", "tool_call_id": "1"},
-        {"role": "assistant", "content": "nice"},
-    ]
-    path = write_chats(tmp_path / "a.jsonl", [talk])
-    assert learned(reader, path)[1] == ["<call> film a so [SEP]", "nice [SEP]"]
-    path = write_chats(tmp_path / "b.jsonl", [talk[:2]])
-    assert learned(reader, path)[1] == ["<call> film a so [SEP]"]
-    answers = encoded(path, TASK(), reader, 64).evaluation_columns["answer"]
-    assert answers[:] == ["<call> film a so"]
-
-
-def messages(tmp_path, *rows):
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    return [[json.loads(x) for x in kept] for kept in rows_of(path, TASK).column("text")]
+        assert _written(ids(prompt.split()), ids(written.split()), tokenizer) == expected
 
 
 def test_forms(tmp_path):
     talk = says("a film", "good", "so", "bad")
+    names = ("human", "gpt") * 2
+    told = [{"from": name, "value": m["content"]} for name, m in zip(names, talk, strict=True)]
     system, developer = ({"role": r, "content": "be fine"} for r in ("system", "developer"))
-    share = {"user": "human", "assistant": "gpt"}
-    told = [{"from": share[m["role"]], "value": m["content"]} for m in talk]
-    alpaca = {"instruction": "so", "input": "", "output": "bad", "system": "be fine"}
+    alpaca = {"instruction": "so", "input": "", "output": "bad"}
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "film"}]
-    for row, expected in (
+    call = {"name": "film", "arguments": {"a": "so"}}
+    called = {"role": "assistant", "content": ""}
+    called["tool_calls"] = [{"type": "function", **call, "function": call}]
+    shared = [{"from": "function_call", "value": json.dumps(call)},
+              {"from": "observation", "value": "very"}]  # fmt: skip
+    for row, expected, *columns in (
         ({"conversations": told}, talk),
         ({"conversations": talk}, talk),
         ({"conversations": told, "system": "be fine"}, [system, *talk]),
-        ({"messages": talk, "system": ""}, talk),
+        ({"conversations": [*told[:1], *shared, told[1]]},
+         [talk[0], called, {"role": "tool", "content": "very"}, talk[1]]),
         ({"messages": [system, *talk], "system": "no"}, [system, *talk]),
         ({"messages": [developer, *talk], "system": "no"}, [developer, *talk]),
-        ({"instruction": "", "input": "so", "output": "bad"}, talk[2:]),
-        ({"instruction": "a", "input": "b", "output": "c"}, says("a\n\nb", "c")),
-        ({"instruction": "so", "output": "bad"}, talk[2:]),
-        ({"instruction": "so", "input": None, "output": "bad"}, talk[2:]),
+        ({"messages": [{"role": "user", "content": parts}, talk[1]]}, talk[:2]),
+        ({**alpaca, "instruction": "a", "input": "b"}, says("a\n\nb", "bad")),
+        ({**alpaca, "instruction": "", "input": "so"}, talk[2:]),
         # System and history of Alpaca were dropped.
-        ({**alpaca, "history": [["a film", "good"]]}, [system, *talk]),
-        ({**alpaca, "history": None, "system": None}, talk[2:]),
+        ({**alpaca, "system": "be fine", "history": [["a film", "good"]]}, [system, *talk]),
+        ({**alpaca, "input": None, "history": None, "system": None}, talk[2:]),
         ({"prompt": "so", "completion": "bad"}, talk[2:]),
         ({"prompt": talk[:3], "completion": talk[3:]}, talk),
-        ({"messages": [{"role": "user", "content": parts}, talk[1]]}, talk[:2]),
-    ):
-        assert messages(tmp_path, row, row) == [expected, expected]
-    call = '{"name": "film", "arguments": {"a": "so"}}'
-    calls = [("human", "a"), ("function_call", call), ("observation", "b"), ("gpt", "c")]
-    calls = [{"from": name, "value": value} for name, value in calls]
-    (found,) = messages(tmp_path, {"conversations": calls, "tools": '[{"name": "film"}]'})
-    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
-    assert found[1]["tool_calls"][0]["function"] == json.loads(call)
-    # Columns by name.
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"dialog": talk}])
-    named = replace(TASK.columns, text="dialog")
-    assert len(read_file(path, named, "--train", task=TASK)) == 1
-    write_jsonl(path, [{"q": "so", "a": "bad"}])
-    named = replace(TASK.columns, text="q", label="a")
-    (kept,) = read_file(path, named, "--train", task=TASK).column("text")
-    assert [*map(json.loads, kept)] == talk[2:]
-
-
-def test_tools_reach_the_template_and_changed_answers_are_refused(folder, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% if tools %}{{ tools[0].name }} {% endif %}" + THINKS
-    row = {"messages": says("a", "so"), "tools": [{"name": "film"}]}
-    path = write_jsonl(tmp_path / "a.jsonl", [row])
-    assert learned(tokenizer, path)[0].startswith("film [CLS]")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }} {% endfor %}"
-    write_chats(path, [says("a", "b", "c", "d")])
-    assert encoded(path, TASK(), tokenizer)  # each prefix is a prefix of the whole
-    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(InputError, match=r"put {% generation %} and {% endgeneration %} around"):
-        encoded(path, TASK(), tokenizer)
+        # Columns by name.
+        ({"dialog": talk}, talk, {"text": "dialog"}),
+        ({"q": "so", "a": "bad"}, talk[2:], {"text": "q", "label": "a"}),
+    ):  # fmt: skip
+        rows = rows_of(tmp_path / "rows.jsonl", TASK, [row, row], **dict(*columns))
+        assert [[*map(json.loads, kept)] for kept in rows.column("text")] == [expected] * 2
