@@ -17,15 +17,7 @@ from fastkd.distill import DistillationTrainer, Distiller, SoftTargets, method_b
 from fastkd.distill.labelled_order import LabelledOrder, has_label
 from fastkd.distill.methods import Labels
 from fastkd.distill.trainer import count_labels
-from tests.distill.models import (
-    batch,
-    classifier,
-    model,
-    padded_left,
-    pair,
-    set_dropout,
-    split,
-)
+from tests.distill.models import batch, classifier, model, padded_left, pair, set_dropout, split
 from tests.distill.processes import run_ranks
 from tests.support.compare import raises
 from tests.support.draw import FIRST
