@@ -42,7 +42,6 @@ from fastkd.distill.verify import gradients_of, taken
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import Offload
 from tests.distill.models import eager, set_dropout, with_noise
-from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import model_of
 from tests.support.gathered import run_threads
 
@@ -75,7 +74,7 @@ QKV = {
     "key_proj", "value_proj", "c_attn",
 }  # fmt: skip
 SHOW_QKV = {"bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"}
-READ_QKV = ("minilm", "minilmv2", "own")
+READ_QKV = ("minilm", "minilmv2")
 # Methods that compare no layers but the last, and linear maps that get adapters.
 LAST = ("labels", "soft_targets", "knn", "lrkd", "distilbert", "embeddings", "gold")
 LORA = {"bert": ["query"], "roberta": ["value"], "gpt2": ["c_attn"], "llama": ["q_proj"]}
@@ -151,13 +150,12 @@ class Step:
             self.problem = self.pick("classes", "classes", "numbers", "decisions", "shares")
         if self.name == "knn" and self.problem == "decisions":
             self.problem = "classes"
-        alike = self.name in ("pkd", "distilbert", "own")
+        alike = self.name in ("pkd", "distilbert")
         width = 8 if self.family in CUT and not alike and self.chance(0.25) else 16
         given = self.head, self.problem == "numbers"
         self.student = student_of(self.family, *given, width)
         other = OTHERS.get(self.family)
-        alike = self.name in ("own", "minilm")
-        if other is None or alike or self.head == "choices" or not self.chance(0.2):
+        if other is None or self.name == "minilm" or self.head == "choices" or not self.chance(0.2):
             other = self.family
         self.sides = self.family in READ_LAST, other in READ_LAST
         self.alike = other == self.family
@@ -171,7 +169,7 @@ class Step:
         if self.apart or self.chance(0.4 if self.name == "soft_targets" else 0.15):
             self.teachers.append(teacher_of(other, *given, 1, self.wide, narrow))
         self.student, *self.teachers = copy.deepcopy([self.student, *self.teachers])
-        if self.name in ("attention", "own"):
+        if self.name == "attention":
             eager([self.student, *self.teachers])
         # Whose configuration says that labels are decisions; their type does, too.
         inferred = self.problem == "decisions"
@@ -212,20 +210,16 @@ class Step:
         elif self.form == "checkpointing":
             self.student.gradient_checkpointing_enable()
         elif self.form == "autocast" or self.form.startswith("float32"):
-            for model in {"float32 student": models[:1], "autocast": models}.get(
-                self.form, self.teachers
-            ):
+            some = {"float32 student": models[:1], "autocast": models}
+            for model in some.get(self.form, self.teachers):
                 model.float()
         elif self.form.startswith("halved"):
             for model in models:
                 layer = model if self.form == "halved output" else model.get_output_embeddings()
                 layer.register_forward_hook(lambda module, args, out: halved(out))
         elif self.form.startswith("adapters"):
-            base, of_gpt2 = self.student, self.family == "gpt2"
-            config = peft.LoraConfig(
-                r=2, target_modules=LORA[self.family], init_lora_weights=False,
-                fan_in_fan_out=of_gpt2,
-            )  # fmt: skip
+            given = {"target_modules": LORA[self.family], "fan_in_fan_out": self.family == "gpt2"}
+            config, base = peft.LoraConfig(r=2, init_lora_weights=False, **given), self.student
             self.student = peft.get_peft_model(base, config).double()
             if self.form == "adapters of the teacher":
                 self.teachers = [base]
@@ -348,8 +342,7 @@ class Step:
         if self.parts:
             inner = {self.random.randrange(1, len(self.texts)) for _ in range(2)}
             self.cuts[1:1] = sorted(inner)
-        # Over processes; a mean that a user's method takes is that of its own samples.
-        self.spread = self.parts and self.name != "own" and self.chance(0.3)
+        self.spread = self.parts and self.chance(0.3)  # over processes
         self.junk = 0 if self.family in ("gpt2", "llama", "bart", "xlnet") else self.pick(0, 7)
         self.extra = self.random.randint(0, 2) if self.layout in ("left", "right") else 0
         # Labels may be padded on either side, if no inputs of the decoder belong to them.
@@ -530,7 +523,7 @@ class Step:
     def run(self, models: list[Any], shifts: list[Any], own: bool = False) -> "Run":
         """Each text alone; ``shifts`` are added to its embeddings, or get them as leaves."""
         hidden, maps, logits, masks, qkv = [], [], [], [], []
-        reads_maps, reads_qkv = self.name in ("attention", "own"), self.name in READ_QKV
+        reads_maps, reads_qkv = self.name == "attention", self.name in READ_QKV
         for model, text, shift in zip(models, self.texts, shifts, strict=True):
             prefix = "decoder_" if model.config.is_encoder_decoder else ""
             ids = text.teacher if own and text.teacher is not None else text.ids
@@ -844,12 +837,11 @@ class Hand:
         self.needs_labels = bool(task) or needs_labels
 
     def terms(self, compared: Compared) -> dict[str, Tensor]:
-        found = {}
+        m, found = self.method, {}
         for name in self.weights:
             if name == "task":
                 found[name] = compared.task(self.tau)
             elif name == "soft":
-                m = self.method
                 found[name] = compared.soft(m.temperature, m.divergence, m.scale_by_t2)
             else:
                 found[name] = self.features[name][1](compared)
@@ -872,8 +864,8 @@ def heads(step: Step) -> tuple[float, float]:
 
 
 def layers_of(step: Step) -> dict[str, Any]:
-    step.layers = step.pick([1, 3], [1, 2], [2, 3])
-    return {"layers": {(1, 3): "uniform", (2, 3): "top"}.get(tuple(step.layers), step.layers)}
+    step.layers, name = step.pick(([1, 3], "uniform"), ([1, 2], None), ([2, 3], "top"))
+    return {"layers": name or step.layers}
 
 
 def pairs(c: Compared) -> list[tuple[Tensor, Tensor]]:
@@ -1093,28 +1085,6 @@ def minilmv2(step: Step) -> Hand:
     return Hand(method, terms, task, soft)
 
 
-def own(step: Step) -> Hand:
-    """A method of the user's."""
-    step.layers = [1, 3]
-    weights = step.pick((0.7, 0.5, 0.3), (0.0, 0.5, 0.0), (1.0, 0.0, 0.3))
-    method = HiddenAndAttention(hidden=weights[0], attention=weights[1], relations=weights[2])
-
-    def maps(c: Compared) -> Tensor:
-        real = c.mask[:, None, :, None] & c.mask[:, None, None, :]
-        both = [(c.s.maps[i - 1], c.t.maps[j - 1]) for i, j in ((1, 1), (2, 3))]
-        return sum(((s - t) * real).square().sum() for s, t in both) / real.sum()
-
-    def of_qkv(c: Compared) -> Tensor:
-        both = zip(c.s.qkv[1], c.t.qkv[2], strict=True)
-        return sum((s - t)[c.mask].square().sum() for s, t in both) / c.mask.sum()
-
-    def of_states(c: Compared) -> Tensor:
-        return sum(F.mse_loss(mapped(method.W, s[c.mask]), t[c.mask]) for s, t in pairs(c))
-
-    terms = zip(("states", "maps", "values"), weights, (of_states, maps, of_qkv), strict=True)
-    return Hand(method, {name: (weight, term) for name, weight, term in terms})
-
-
 def pkd(step: Step) -> Hand:
     alpha = step.pick(1.0, 0.0, 0.6)
     method = PKD(alpha=alpha, beta=2.0, **layers_of(step), **softened(step))
@@ -1253,7 +1223,7 @@ def several(step: Step) -> Hand:
 
 METHODS = {f.__name__: f for f in (
     labels, soft_targets, fcd, knn, lrc_bert, mc3kd, lrkd, attention, pkd, distilbert, embeddings,
-    several, gold, minilm, minilmv2, own,
+    several, gold, minilm, minilmv2,
 )}  # fmt: skip
 # KNN needs a class of each text; a method of the outputs a head.
 PAIRS = [
@@ -1337,7 +1307,7 @@ def offloaded(step: Step, folder: str) -> list[Any]:
 
 
 def _wrong(step: Step, folder: str) -> str | None:
-    step.batches = step.micro_batches()
+    step.batches = batches = step.micro_batches()
     teachers = offloaded(step, folder)
     distiller = step.distiller(step.taught(teachers))
     with_noise(step.hand.method, 0.1)
@@ -1362,7 +1332,7 @@ def _wrong(step: Step, folder: str) -> str | None:
         if step.spread:
             terms, gradients = over_processes(step, distiller)
         else:
-            terms, gradients = taken(distiller, step.batches if step.parts else step.batches[0])
+            terms, gradients = taken(distiller, batches if step.parts else batches[0])
     if any(x.requires_grad for x in terms.values()):
         return "the terms require grad"
     if terms["loss"].dtype == torch.bfloat16:
@@ -1374,8 +1344,10 @@ def _wrong(step: Step, folder: str) -> str | None:
     # Nothing may be compared.
     (loss + 0 * sum(p.sum() for p in distiller.parameters() if p.requires_grad)).backward()
     wanted = gradients_of(distiller)
-    if step.per_token and (wrong := _items(step, distiller, compared)):
-        return wrong
+    if step.per_token:
+        count = sum(int(distiller.count_items(x)) for x in batches)
+        if count != (known := len(compared.predictions[0][0])):
+            return f"count_items: {count}, not {known}"
     if not (half or step.parts) and (wrong := _logits(step, logits[0], compared.s.logits)):
         return wrong
     rounded = {step.family, step.teachers[0].config.model_type} & ROUNDED
@@ -1393,15 +1365,11 @@ def _wrong(step: Step, folder: str) -> str | None:
             return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
     if step.hand.perturb or step.form == "average" or not step.chance(0.3):
         return None
-    return _apart(evaluated(step, distiller.eval()), expected, rtol)
-
-
-def evaluated(step: Step, distiller: Distiller) -> dict[str, Tensor]:
+    distiller.eval()
     with torch.no_grad() if step.form.startswith("offloaded") else torch.inference_mode():
-        outs = distiller.accumulate(step.batches)
-        outs = list(outs) if step.parts else [distiller(**step.batches[0])]
-        found = [{**out.terms, "loss": out.loss} for out in outs]
-    return {name: sum(x[name] for x in found) for name in found[0]}
+        outs = list(distiller.accumulate(step.batches)) if step.parts else [distiller(**batches[0])]
+    found = [{**out.terms, "loss": out.loss} for out in outs]
+    return _apart({name: sum(x[name] for x in found) for name in found[0]}, expected, rtol)
 
 
 def _apart(terms: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> str | None:
@@ -1435,12 +1403,6 @@ def over_processes(step: Step, distiller: Distiller) -> Any:
         {name: sum(x[name] for x in each) / len(ranks) for name in each[0]}
         for each in zip(*found, strict=True)
     )
-
-
-def _items(step: Step, distiller: Distiller, compared: Compared) -> str | None:
-    found = sum(int(distiller.count_items(x)) for x in step.batches)
-    expected = len(compared.predictions[0][0])
-    return None if found == expected else f"count_items: {found}, not {expected}"
 
 
 def _logits(step: Step, found: Any, expected: list[Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""A user's method: hidden states, attention maps, and the last layer's queries, keys and values."""
+"""A user's method: hidden states and attention maps."""
 
 from torch import nn
 from torch.nn import functional as F
@@ -7,20 +7,19 @@ from fastkd.distill import Method
 
 
 class HiddenAndAttention(Method):
-    def __init__(self, *, hidden=1.0, attention=1.0, relations=1.0):
+    def __init__(self, *, hidden=1.0, attention=1.0):
         super().__init__()
-        self.hidden, self.attention, self.relations = hidden, attention, relations
+        self.hidden, self.attention = hidden, attention
 
     def choose_layers(self, teacher, student):
         self.pair_layers("uniform", teacher, student)
         self.student_attentions, self.teacher_attentions = self.student_layers, self.teacher_layers
-        self.student_qkv, self.teacher_qkv = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher, student):
         self.W = nn.Linear(student.hidden_size, teacher.hidden_size)
 
     def weights(self, progress):
-        return {"states": self.hidden, "maps": self.attention, "values": self.relations}
+        return {"states": self.hidden, "maps": self.attention}
 
     def states(self, step):
         pairs = zip(*step.layers(self.student_layers, self.teacher_layers), strict=True)
@@ -30,12 +29,6 @@ class HiddenAndAttention(Method):
         maps = step.attentions(self.student_attentions, self.teacher_attentions)
         real = step.real[:, None, :, None] & step.real[:, None, None, :]
         pairs = zip(*maps, strict=True)
-        return sum(((s - t) * real).square().sum() / real.sum() for s, t in pairs)
-
-    def values(self, step):
-        student, teacher = step.qkv(self.student_qkv[0], self.teacher_qkv[0])
-        real = step.real[:, None, :, None]
-        pairs = zip(student, teacher, strict=True)
         return sum(((s - t) * real).square().sum() / real.sum() for s, t in pairs)
 
 

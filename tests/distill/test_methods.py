@@ -19,7 +19,7 @@ from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import capture_qkv
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill import draws
-from tests.distill.models import batch, classifier, config_of, model, pair, set_dropout
+from tests.distill.models import batch, classifier, config_of, eager, model, pair, set_dropout
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
@@ -78,7 +78,9 @@ def test_methods_and_presets_are_found_by_name():
     path = "tests.distill.own_method:HiddenAndAttention"
     assert (distill.resolve("fcd"), distill.resolve(path)) == (FCD, HiddenAndAttention)
     method = method_by_name(path, attention=0.5)
-    assert method.hyperparameters() == {"hidden": 1.0, "attention": 0.5, "relations": 1.0}
+    assert method.hyperparameters() == {"hidden": 1.0, "attention": 0.5}
+    terms = Distiller(*eager(pair()), method)(**batch()).terms
+    torch.testing.assert_close(terms["total"], terms["states"] + 0.5 * terms["maps"])
 
 
 def test_wrong_options_and_names_are_errors():

@@ -130,7 +130,7 @@ def wrong_rows():
     heads = classifier("bert"), classifier("bert", 2, num_attention_heads=1)
     yield "use MiniLMv2", of(MiniLM(), *heads), data
     yield "relation_heads=5 doesn't divide", of(MiniLMv2(relation_heads=5), *pair()), data
-    yield "AlbertFor.* doesn't show", of(HiddenAndAttention(), *eager(pair("albert"))), data
+    yield "AlbertFor.* doesn't show", of(MiniLM(), *pair("albert")), data
     teachers = distill.ByRow({"a": classifier("bert"), "b": classifier("bert")})
     by_row = of(SoftTargets(), teachers, classifier("bert", 2))
     for given, said in (
@@ -176,6 +176,9 @@ def wrong_inputs():
     perturbs = of(distill.method_by_name("lrc_bert", preset="paper"), side(4, 24), blocks)
     said = r"pass embeddings=..., or set the method's perturb=False"
     yield said, perturbs, {"image": torch.randn(6, 3, 12, 12), "labels": torch.arange(6) % 3}
+    compiled = torch.compile(pair("distilbert", [4])[1], backend="eager")
+    perturbs = of(distill.LRCBERT(perturb=True), classifier("distilbert"), compiled)
+    yield "a compiled student doesn't allow; ", perturbs, batch()
     *two, own = read_in_characters()
     spans = of(FCD(), *two)
     one = {n: x for n, x in own.items() if n != "student_spans"}
