@@ -7,7 +7,7 @@ import torch
 import transformers as t
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastkd.distill import FCD, LRCBERT, LRKD, METHODS, Distiller, student_from_teacher
+from fastkd.distill import FCD, METHODS, Distiller, student_from_teacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import batch, classifier, eager, pair, recipe
@@ -43,18 +43,6 @@ def test_a_replaced_model_is_an_error(name):
     raises("DataParallel runs copies of the models", copied, **batch())
 
 
-@pytest.mark.thorough
-def test_one_compiled_student_serves_two_methods():
-    teacher, student = pair("distilbert", layers=[4])
-    compiled = torch.compile(student, backend="eager")
-    data = batch()
-    for method in (LRKD(), FCD()):
-        out = Distiller(teacher, compiled, method).eval()(**data)
-        twin = Distiller(teacher, student, method).eval()(**data)
-        torch.testing.assert_close(out.loss, twin.loss)
-    raises("set perturb=False", Distiller(teacher, compiled, LRCBERT(perturb=True)), **data)
-
-
 def test_the_last_layer_is_the_heads_input():
     """Vision models end their list of hidden states before the final norm."""
     teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
@@ -63,19 +51,6 @@ def test_the_last_layer_is_the_heads_input():
     inputs, wanted = {"pixel_values": data["pixel_values"]}, LayerRequest((2, 3))
     expected = model_outputs(backbone, inputs, wanted).hidden
     torch.testing.assert_close(model_outputs(without_hooks, inputs, wanted).hidden, expected)
-
-
-@pytest.mark.thorough
-def test_the_last_layer_of_a_compiled_model_is_read_in_a_graph():
-    teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
-    compiled = torch.compile(teacher, backend="eager")
-    student = student_from_teacher(teacher, [1, 3])
-    words = "is compiled, and its hidden states 3 are not"
-    raises(words, Distiller(compiled, student, FCD()), **data)
-    right = Distiller(teacher, student, FCD()).eval()(**data)
-    student.compile(backend="eager")
-    graph = torch.compile(Distiller(compiled, student, FCD()).eval(), backend="eager")
-    torch.testing.assert_close(graph(**data).terms, right.terms)
 
 
 def test_hidden_states_of_other_layers_are_an_error():
