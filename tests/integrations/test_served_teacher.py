@@ -99,9 +99,7 @@ def cache_of_top_k(teacher, k, folder):
 @pytest.mark.parametrize(
     ("protocol", "k"), [("vllm", V), ("sglang", V), ("vllm", 5), ("sglang", 5), ("sglang", None)]
 )
-def test_step_and_cache_equal_those_of_the_teacher_in_this_process(
-    server, teacher, tmp_path, protocol, k
-):
+def test_step_and_cache_are_those_of_the_teacher_here(server, teacher, tmp_path, protocol, k):
     """A top k equals a cache of it; the head's inputs give distributions at any temperature."""
     inputs, method = [batch(), batch(1)], SoftTargets(temperature=1.0 if k else 2.0)
     head = {} if k else {"hidden_states": True, "head": teacher.lm_head.weight.detach()}
@@ -138,18 +136,12 @@ def test_passing_faults_change_nothing(server, teacher, fault, short_pauses):
 
 
 # Entries of a wrong form or with wrong numbers: test_served_top_k.py.
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        (404, "refuses a row of"),
-        ("truncate", "without truncation"),
-        ("token", "without added tokens"),
-        ("logits", "log-probabilities"),
-        ("shift", r"entry \d is not for the prompt's token"),
-        ("other", r"entry \d is not for the prompt's token|without added tokens"),
-        ("choices", "2 answers to one prompt"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "sentence"), [
+    (404, "refuses a row of"), ("truncate", "without truncation"),
+    ("token", "without added tokens"), ("logits", "log-probabilities"),
+    ("shift", r"entry \d is not for the prompt's token"), ("choices", "2 answers to one prompt"),
+    ("other", r"entry \d is not for the prompt's token|without added tokens"),
+])  # fmt: skip
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, sentence, protocol):
     server.plant(*[fault] * 9)  # requests of the test before may still come
@@ -166,10 +158,8 @@ def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, short_pauses):
     first.stop()
     served.request(distiller.read(inputs))
     second = Server(tmp_path, first.port)
-    try:
-        assert torch.equal(distiller(**inputs).loss, before)
-    finally:
-        second.stop()
+    assert torch.equal(distiller(**inputs).loss, before)
+    second.stop()
     gone = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=1)
     words = r"gave no answer in 2 tries .*resume"
     raises(words, distiller_of(gone, teacher), error=ServerError, **inputs)

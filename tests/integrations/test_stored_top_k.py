@@ -81,9 +81,8 @@ def test_a_step_is_that_of_a_cache_of_the_top_k(teacher, tmp_path, form, names):
 def test_a_cache_is_exported_and_read_back(teacher, tmp_path):
     student = student_from_teacher(teacher, [1])
     method = SoftTargets(temperature=1.0)
-    cache = Distiller(teacher, student, method).cache_teacher(
-        [batch(), batch(1)], tmp_path / "cache", top_k=K
-    )
+    writer = Distiller(teacher, student, method)
+    cache = writer.cache_teacher([batch(), batch(1)], tmp_path / "cache", top_k=K)
     export(Distiller(cache, student, method), [batch(), batch(1), batch()], tmp_path / "files")
     files = TopKFiles(tmp_path / "files")
     assert len(files) == 6
@@ -136,10 +135,8 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     letters = tokenizer.pre_tokenizer.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=letters
-    )
-    tokenizer.train_from_iterator(["the cat is in the house"] * 4, trainer)
+    bpe = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=letters)
+    tokenizer.train_from_iterator(["the cat is in the house"] * 4, bpe)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
