@@ -17,7 +17,7 @@ from fastkd.distill.baselines import GOLD
 from fastkd.distill.method import other_vocabulary
 from fastkd.lm.heads import LowRank
 from tests.distill import support
-from tests.distill.models import classifier
+from tests.distill.models import classifier, model
 from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss", "ignore:the student's head has")
@@ -42,9 +42,6 @@ def characters():
     return t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="?")
 
 
-# Spans
-
-
 def read_in_characters():
     """A teacher of characters, a student of word pieces, and a batch."""
     torch.manual_seed(0)
@@ -56,14 +53,9 @@ def read_in_characters():
 def test_spans_are_the_same_text_for_both_tokenizers():
     """Not text of one side only, cut off within a word, in front, at the start; bytes of one."""
     for long, short, *expected in (
-        (
-            [[0, 4], [5, 9], [10, 14], [0, 0]], [[0, 2], [2, 4], [5, 7]],
-            [0, -1, -1, -1], [0, 0, -1],
-        ),
-        (
-            [[0, 0], [0, 4], [5, 9], [10, 14]], [[5, 9], [10, 12], [12, 14]],
-            [-1, -1, 0, 1], [0, 1, 1],
-        ),
+        ([[0, 4], [5, 9], [10, 14], [0, 0]], [[0, 2], [2, 4], [5, 7]], [0, -1, -1, -1], [0, 0, -1]),
+        ([[0, 0], [0, 4], [5, 9], [10, 14]], [[5, 9], [10, 12], [12, 14]], [-1, -1, 0, 1],
+         [0, 1, 1]),
         ([[0, 0], [0, 4], [5, 9], [10, 14]], [[7, 9], [10, 14]], [-1, -1, -1, 0], [-1, 0]),
         ([[0, 1], [0, 1], [0, 1], [1, 4]], [[0, 1], [1, 4]], [0, 0, 0, 1], [0, 1]),
     ):  # fmt: skip
@@ -140,9 +132,6 @@ def test_another_vocabulary_warns_once(recwarn):
     assert sum(str(w.message).startswith(said) for w in recwarn) == 1
 
 
-# Tokens that the other model lacks
-
-
 def tokenizer(count, shift=0, **other):
     made = word_pieces(*(f"word{i}" for i in range(5, count)))
     ids = {other.get(word, word): i + shift for word, i in made.get_vocab().items()}
@@ -155,8 +144,8 @@ def pair(student=60, teacher=60):
     torch.manual_seed(0)
     taught = support.model_of("llama", "next word").double().eval()
     learner = distill.student_from_teacher(taught, [1, 3])
-    for model, size in ((taught, teacher), (learner, student)):
-        model.resize_token_embeddings(size, mean_resizing=False)
+    for side, size in ((taught, teacher), (learner, student)):
+        side.resize_token_embeddings(size, mean_resizing=False)
     return taught, learner
 
 
@@ -266,13 +255,8 @@ def test_a_cache_of_few_tokens(tmp_path):
     assert not (other / "teacher.json").exists()
 
 
-# Another vocabulary, whose spans pair tokens one by one
-
-
 def decoder(vocabulary, hidden):
-    sizes = {"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = t.LlamaConfig(vocab_size=vocabulary, **sizes, num_attention_heads=2, pad_token_id=0)
-    return t.LlamaForCausalLM(config)
+    return model(t.LlamaForCausalLM, "llama", 1, vocab_size=vocabulary, hidden_size=hidden)
 
 
 def two_models():
@@ -334,9 +318,6 @@ def test_wrong_matches_and_their_caches_are_errors(tmp_path):
     raises("stores the teacher's top k", Distiller, cache, student, method, **given)
     said = r"GOLD compares all tokens .* the \d+ most probable ones"
     raises(said, Distiller, cache, student, GOLD(), **given)
-
-
-# GOLD: merged distributions of spans, and their likelihoods
 
 
 def test_gold_beside_other_methods():

@@ -44,9 +44,7 @@ def test_labelled_rows_are_repeated(tmp_path):
     """2 of 8 rows have labels in every batch, in another order in each epoch."""
     seen, data = [], few_labels()
     run = trainer(tmp_path, SoftTargets(), data, save_strategy="no")
-    run.distiller.register_forward_pre_hook(
-        lambda module, args, inputs: seen.append(inputs), with_kwargs=True
-    )
+    run.distiller.register_forward_pre_hook(lambda *given: seen.append(given[2]), with_kwargs=True)
     run.train()
     assert [int((x["labels"] != -100).sum()) for x in seen] == [2] * 6
     assert {len(x["labels"]) for x in seen} == {8}
@@ -216,14 +214,10 @@ def trainer(directory, method, data=None, teacher=None, labelled_share=0.25, **o
     teacher = classifier("bert") if teacher is None else teacher
     student = distill.student_from_teacher(teacher, [2, 4])
     data = rows() if data is None else data
-    options = {
-        "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3,
-        "learning_rate": 1e-3, **options,
-    }  # fmt: skip
-    return DistillationTrainer(
-        teacher, student, method, args=arguments(directory, **options), train_dataset=data,
-        eval_dataset=data, labelled_share=labelled_share,
-    )  # fmt: skip
+    usual = {"max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3}
+    args = arguments(directory, **{**usual, "learning_rate": 1e-3, **options})
+    given = {"train_dataset": data, "eval_dataset": data, "labelled_share": labelled_share}
+    return DistillationTrainer(teacher, student, method, args=args, **given)
 
 
 def trained(*arguments, **options):
@@ -272,9 +266,8 @@ def test_checkpoints_are_students_and_the_best_is_loaded_at_the_end(tmp_path):
     assert all(torch.equal(value, kept[key]) for key, value in method.items())
     run.save_model(str(tmp_path / "final"))
     for directory in (best, tmp_path / "final"):
-        student, info = t.AutoModelForSequenceClassification.from_pretrained(
-            directory, output_loading_info=True
-        )
+        kind = t.AutoModelForSequenceClassification
+        student, info = kind.from_pretrained(directory, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert all(map(torch.equal, student.parameters(), run.distiller.student.parameters()))
 
@@ -429,19 +422,11 @@ def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn):
             assert f"({term})" in warning and "Distiller.accumulate" in warning
 
 
-# Row order of an epoch with few labelled rows
-
-
 @given(
-    st.lists(st.booleans(), min_size=1, max_size=120),
-    st.integers(1, 12),
-    st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
-    st.integers(0, 3),
-    st.booleans(),
-)
-def test_every_row_is_read_and_batches_have_their_labelled_share(
-    labelled, batch, share, seed, grouped
-):
+    st.lists(st.booleans(), min_size=1, max_size=120), st.integers(1, 12),
+    st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]), st.integers(0, 3), st.booleans(),
+)  # fmt: skip
+def test_every_row_is_read_and_each_batch_has_labels(labelled, batch, share, seed, grouped):
     labelled = np.array(labelled)
     order = LabelledOrder(labelled, batch, share, np.arange(len(labelled)) if grouped else None)
     rows = order.draw(np.random.default_rng(seed))
