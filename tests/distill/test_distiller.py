@@ -37,9 +37,6 @@ def test_state_dict_holds_student_and_method_without_the_teacher():
     raises(r"method\.teacher\.bias", distiller.load_state_dict, state, error=RuntimeError)
 
 
-# LRC-BERT's schedule and perturbation
-
-
 def test_unit_gradient_runs_the_teacher_once_and_only_in_training():
     distiller, data, calls = make("lrc_bert"), batch(), []
     distiller.teacher.register_forward_pre_hook(lambda *_: calls.append("teacher"))
@@ -107,9 +104,6 @@ def test_a_schedule_without_progress_warns_once():
     raises("progress", distiller.set_progress, 1.5)
 
 
-# Padding sides
-
-
 def test_one_row_of_positions_gives_those_of_each_column():
     teacher = support.model_of("gpt2", "next word").double()
     distiller = ready(teacher, student_from_teacher(teacher, [1, 3]), "fcd").eval()
@@ -136,9 +130,6 @@ def test_a_head_that_reads_the_last_position_keeps_its_side():
     left["position_ids"] = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
     inputs = {name: x for name, x in left.items() if name != "labels"}
     torch.testing.assert_close(distiller(**left).logits, student(**inputs).logits)
-
-
-# Packed rows
 
 
 def decoders(head=t.LlamaForCausalLM, layers=(2, 4)):

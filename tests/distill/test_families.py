@@ -105,16 +105,12 @@ def test_custom_classes_keep_their_heads():
         assert reads_last_token(config) is last
 
 
-# Families
-
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 SOUND = {
-    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,) * 7,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 12,
-    "apply_spec_augment": False, "classifier_proj_size": 8,
+    **SIZES, "conv_dim": (8,) * 7, "num_conv_pos_embeddings": 4, "vocab_size": 12,
+    "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "classifier_proj_size": 8,
 }  # fmt: skip
-TOWER = {
-    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 4,
-}  # fmt: skip
+TOWER = {**SIZES, "num_hidden_layers": 4}
 SEEN = {**TOWER, "image_size": 16, "patch_size": 8}
 SAID = {**TOWER, "vocab_size": 60, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 LABELS = torch.tensor([0, 1, 2, 0])
@@ -305,12 +301,11 @@ BEFORE, LINES = support.written()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_page_lists_the_familys_support(family):
     """Every head; some with a method that is drawn."""
+    lines = [(heads, marks) for name, heads, *marks in LINES if name == family]
     listed = {
-        head: dict(zip(ALL, marks, strict=False))
-        for name, alike, *marks in LINES
-        if name == family
-        for head in alike.split(", ")
-    }
+        head: dict(zip(ALL, marks, strict=False)) for heads, marks in lines
+        for head in heads.split(", ")
+    }  # fmt: skip
     assert {*support.heads(family)} == listed.keys()
     draw = random.Random(f"{FIRST} {family}")
     drawn = {x: draw.sample(ALL, int(draw.random() < 0.15)) for x in listed}

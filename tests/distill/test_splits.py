@@ -71,9 +71,6 @@ def test_a_batch_without_rows_has_no_loss(tmp_path):
     assert distiller(**nothing | {"labels": torch.zeros(0, 3)}).loss == 0  # decisions, no list
 
 
-# The student's exponential moving average
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_average_of_all_steps(dtype):
     """Half precision doesn't round small steps away, nor does a restart."""
@@ -103,9 +100,6 @@ def test_wrong_averages_are_errors():
     raises("decay must be at most 1", EMATeacher, distiller.student, 1.5)
     distiller.student.bert.extra = torch.nn.Linear(2, 2)
     raises(r"bert.extra.bias for one; make the teacher after", distiller.teacher.update)
-
-
-# Processes
 
 
 # Rows of each process, in micro-batches for the first way.
