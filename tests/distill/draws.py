@@ -1058,10 +1058,10 @@ def minilm(step: Step) -> Hand:
         pairs = [(q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) for q, k, _ in qkv(c)]
         return relation_kl(c, pairs, causal=step.family in PACKABLE)
 
-    terms = {
-        "attentions": (at, maps),
-        "value_relations": (of_values, lambda c: relation_kl(c, [(v, v) for *_, v in qkv(c)])),
-    }
+    def values(c: Compared) -> Tensor:
+        return relation_kl(c, [(v, v) for *_, v in qkv(c)])
+
+    terms = {"attentions": (at, maps), "value_relations": (of_values, values)}
     return Hand(method, terms, task, soft)
 
 
@@ -1225,28 +1225,24 @@ METHODS = {f.__name__: f for f in (
     labels, soft_targets, fcd, knn, lrc_bert, mc3kd, lrkd, attention, pkd, distilbert, embeddings,
     several, gold, minilm, minilmv2,
 )}  # fmt: skip
+WRITERS = [("gpt2", "next word"), ("llama", "next word")]  # whose tokenizers may be two
 # KNN needs a class of each text; a method of the outputs a head.
 PAIRS = [
     (kind, name) for kind in KINDS for name in METHODS
     if not (kind[1] == "none" and name in ("labels", "soft_targets", "pkd", "distilbert"))
     and not (name == "knn" and kind[1] not in ("sequence", "none"))
-    and not (name == "gold" and kind not in (("gpt2", "next word"), ("llama", "next word")))
+    and not (name == "gold" and kind not in WRITERS)
     and not (kind[1] == "written words" and name in ("pkd", "embeddings"))
     and (name not in READ_QKV or kind[0] in SHOW_QKV)
 ]  # fmt: skip
 # Few of them compare the predictions of two tokenizers.
-PAIRS += 8 * [
-    (kind, name) for kind, name in PAIRS
-    if kind in (("gpt2", "next word"), ("llama", "next word"))
-    and name in ("gold", "soft_targets", "fcd")
-]  # fmt: skip
+PAIRS += 8 * [(kind, name) for kind in WRITERS for name in ("gold", "soft_targets", "fcd")]
 
 
 @functools.cache
 def teacher_of(
-    family: str, head: str, numbers: bool, number: int = 0, wide: bool = False,
-    narrow: bool = False,
-) -> Any:  # fmt: skip
+    family: str, head: str, numbers: bool, number: int = 0, wide: bool = False, narrow: bool = False
+) -> Any:
     """Three layers of width 16, in float64; ``wide``: four more entries in its vocabulary."""
     model = model_of(family, head)
     torch.manual_seed(10 + number)

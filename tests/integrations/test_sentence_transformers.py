@@ -210,25 +210,26 @@ MAKERS = {
 }
 
 
-def train(rank, name, folder, out, batch):
-    """Three steps with SentenceTransformerTrainer: the student's weights, and the loss's own."""
+def train(rank, folder, out, batch):
+    """Three steps with SentenceTransformerTrainer: each student's weights, and its loss's own."""
     warnings.simplefilter("ignore")
-    model, teacher = both_of(folder)
-    torch.manual_seed(rank)  # random numbers of a loss are equal in all processes nevertheless
-    loss = MAKERS[name](model, teacher)
-    if name == "layers":
-        with torch.no_grad():
-            for parameter in loss._own_parameters() if rank else []:
-                parameter.add_(1.0)  # follows the first process
-    rows = {"text": TEXTS[:12], "label": teacher_answers(teacher, TEXTS[:12])[0].tolist()}
-    args = models.SentenceTransformerTrainingArguments(
-        str(out), per_device_train_batch_size=batch, max_steps=3, learning_rate=1e-2,
-        report_to="none", save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
-        disable_tqdm=True, optim="sgd", max_grad_norm=0.0,
-    )  # fmt: skip
-    trainer = InOrder(model, args, Dataset.from_dict(rows), loss=loss)
-    trainer.train()
-    return [p.detach().clone() for p in (*model.parameters(), *loss._own_parameters())]
+    found = {}
+    for name, make in MAKERS.items():
+        model, teacher = both_of(folder)
+        torch.manual_seed(rank)  # random numbers of a loss are equal in all processes nevertheless
+        loss = make(model, teacher)
+        for parameter in loss._own_parameters() if name == "layers" and rank else []:
+            parameter.data += 1.0  # follows the first process
+        rows = {"text": TEXTS[:12], "label": teacher_answers(teacher, TEXTS[:12])[0].tolist()}
+        args = models.SentenceTransformerTrainingArguments(
+            str(out), per_device_train_batch_size=batch, max_steps=3, learning_rate=1e-2,
+            report_to="none", save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
+            disable_tqdm=True, optim="sgd", max_grad_norm=0.0,
+        )  # fmt: skip
+        InOrder(model, args, Dataset.from_dict(rows), loss=loss).train()
+        own = loss._own_parameters()
+        found[name] = [p.detach().clone() for p in (*model.parameters(), *own)]
+    return found
 
 
 class InOrder(SentenceTransformerTrainer):
@@ -242,18 +243,14 @@ class InOrder(SentenceTransformerTrainer):
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_the_same_student_as_one(folder, tmp_path):
     """All losses run in one pair of processes, since starting processes is slow."""
-    together = run_ranks(train_all, 2, tmp_path / "ranks", folder, tmp_path / "out", 3)
-    alone = train_all(0, folder, tmp_path / "one", 6)
+    together = run_ranks(train, 2, tmp_path / "ranks", folder, tmp_path / "out", 3)
+    alone = train(0, folder, tmp_path / "one", 6)
     before = [p.detach() for p in both_of(folder)[0].parameters()]
     for name in MAKERS:
         assert not all(map(torch.equal, alone[name], before))
         for first, second, wanted in zip(*(x[name] for x in (*together, alone)), strict=True):
             assert torch.equal(first, second)
             torch.testing.assert_close(first, wanted, atol=1e-5, rtol=1e-4)
-
-
-def train_all(rank, folder, out, batch):
-    return {name: train(rank, name, folder, out / name, batch) for name in MAKERS}
 
 
 @pytest.mark.filterwarnings("ignore")
