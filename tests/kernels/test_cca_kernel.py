@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -15,7 +14,7 @@ from fastkd.kernels import cca as kernels
 from fastkd.kernels.cca import digit_product
 from fastkd.linalg import cca_solver
 from fastkd.linalg.cca_solver import Options, Problem
-from tests.support.compare import relative_error
+from tests.support.compare import Operations, relative_error
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -62,22 +61,12 @@ def test_the_first_call_of_a_process_registers_the_product():
 def test_all_large_products_are_of_digits(monkeypatch):
     """Six pairs of 4096 x 768, whose roots are products too."""
     monkeypatch.setattr(kernels, "launch_kernel", lambda *_, **__: None)
-    by_products = torch.ops.fastkd.roots_by_products
-    monkeypatch.setattr(
-        cca_solver, "symmetric_roots", lambda a, zero, digits: by_products(a, digits)
-    )
-    products, roots = [], []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func._opname in ("bmm", "baddbmm", "baddbmm_"):
-                products.append(args[-2].numel() * args[-1].shape[-1])
-            elif func._opname == "roots_by_products":
-                roots.append(args[1:])
-            return func(*args, **kwargs or {})
-
+    roots = torch.ops.fastkd.roots_by_products
+    monkeypatch.setattr(cca_solver, "symmetric_roots", lambda a, _, digits: roots(a, digits))
     features = torch.empty(6, 4096, 768, device="meta")
-    with Seen():
-        problem = Problem(features, features, None, Options((1e-4, 1e-4), digits=True), True)
+    problem = Problem(features, features, None, Options((1e-4, 1e-4), digits=True), True)
+    with Operations() as found:
         cca_solver.solve(problem)
-    assert roots == [(True,)] and max(products) <= 6 * 768**2, products
+    assert [args[1:] for func, args in found.calls if func is roots.default] == [(True,)]
+    products = [args[-2:] for func, args in found.calls if "bmm" in str(func)]
+    assert max(a.numel() * b.shape[-1] for a, b in products) <= 6 * 768**2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Allowed error relative to the oracle's norm, above the reference's own error in that dtype.
@@ -136,6 +137,18 @@ def assert_matches_reference(
     rounded = (products or dtypes[0], *dtypes[1:])
     for a, o, p, kind, floor in zip(actual, oracle, plain, rounded, floors, strict=True):
         assert_accurate(a, o, kind, p, floor)
+
+
+class Operations(TorchDispatchMode):
+    """Context that records the operators that run inside, and their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any]]] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls.append((operator, args))
+        return operator(*args, **kwargs or {})
 
 
 def counted(

@@ -22,28 +22,12 @@ of_compiled_code = pytest.mark.skipif(
     "os.environ.get('TRITON_INTERPRET') == '1'", reason="of compiled code: make test-compiled"
 )
 # Functions of tests with a backend.
+NO_CPP = not extension.CPU or torch.cuda.is_available()
 MARKS = {
     "torch": [],
     "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")],
-    "cpp": [
-        pytest.mark.skipif(
-            not extension.CPU or torch.cuda.is_available(),
-            reason="no extension, or the tests' tensors are on a GPU",
-        )
-    ],
+    "cpp": [pytest.mark.skipif(NO_CPP, reason="no extension, or tensors of tests on a GPU")],
 }
-
-
-def _triton_from(version: str) -> bool:
-    try:
-        return Version(metadata.version("triton")) >= Version(version)
-    except metadata.PackageNotFoundError:
-        return False
-
-
-# A comparison keeps the integer type of its operands, so of a scalar's comparison a block of
-# integers is made, which loads and stores refuse as a mask. Older ones took it as one.
-MASKS_OF_SCALARS = _triton_from("3.9")
 
 
 def prepare() -> None:
@@ -59,7 +43,7 @@ def _prepare() -> None:
     _convert_operands_once()
     _describe_types_once()
     _round_bfloat16()
-    if MASKS_OF_SCALARS:
+    if Version(metadata.version("triton")) >= Version("3.9"):
         _repair_comparisons()
 
 
@@ -210,7 +194,6 @@ def _round_bfloat16() -> None:
     """float32 is cut to bfloat16, twice the error that rounding to nearest has, and of one sign:
     what is rounded three times would be off by more than 8e-3. Compiled code rounds.
     """
-    import torch
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -226,7 +209,9 @@ def _round_bfloat16() -> None:
 
 
 def _repair_comparisons() -> None:
-    """Make comparisons return booleans."""
+    """A comparison keeps the integer type of its operands, so of a scalar's comparison a block of
+    integers is made, which loads and stores refuse as a mask. Older ones took it as one.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

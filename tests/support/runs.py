@@ -122,7 +122,3 @@ def press_ctrl_c() -> None:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def hang_up() -> None:
-    os.kill(os.getpid(), signal.SIGHUP)
