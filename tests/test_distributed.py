@@ -13,17 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd import (
-    CCALoss,
-    CosNCELoss,
-    FCDLoss,
-    FeatureQueue,
-    IntraClassKNNLoss,
-    cos_nce_loss,
-    knn_feature_loss,
-    relation_loss,
-)
+from fastkd import CCALoss, CosNCELoss, FCDLoss, FeatureQueue, IntraClassKNNLoss
 from fastkd.distributed import AcrossRanks, Ranks, gather_rows
+from fastkd.losses.cos_nce import cos_nce_loss
+from fastkd.losses.knn import knn_feature_loss
+from fastkd.losses.relation import relation_loss
 from tests.distill.processes import run_ranks
 from tests.losses import subjects
 from tests.support.compare import raises, relative_error
@@ -37,15 +31,11 @@ def test_deep_copy_of_a_module_has_the_same_group(tmp_path):
     try:
         group = dist.group.WORLD
         given = {"gather": True, "group": group}
-        modules = (
-            FCDLoss(alpha=0.5, **given),
-            CosNCELoss(3, 4, **given),
+        for module in (
+            FCDLoss(alpha=0.5, **given), CosNCELoss(3, 4, **given), CCALoss(**given),
             IntraClassKNNLoss(student_dim=3, teacher_dim=4, **given),
-            CCALoss(**given),
-            FeatureQueue(3, 4, **given),
-            AcrossRanks(FCDLoss(), group),
-        )
-        for module in modules:
+            FeatureQueue(3, 4, **given), AcrossRanks(FCDLoss(), group),
+        ):  # fmt: skip
             copied, *_ = copy.deepcopy(torch.nn.ModuleList([module]))
             assert copied is not module and copied.group is group
             assert repr(copied) == repr(module)
@@ -60,29 +50,19 @@ def test_deep_copy_of_a_module_has_the_same_group(tmp_path):
 )
 def test_fullgraph_with_gather_raises_with_the_reason(call):
     compiled = torch.compile(call, fullgraph=True, backend="eager")
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="gather=True reads the other processes' sample counts"
-    ):
-        compiled(torch.ones(2))
+    words, error = "gather=True reads the other processes'", torch._dynamo.exc.Unsupported
+    raises(words, compiled, torch.ones(2), error=error)
 
 
 # The table of `fastkd.distributed` for 10 samples of 5 tokens in float32 in each process.
 SENT = {
-    "relations over samples": (
-        partial(relation_loss, over="samples"), lambda s, t, m, y: (s, t, m), 10 * 5 * (4 * 7 + 1)
-    ),
-    "relations over tokens": (relation_loss, lambda s, t, m, y: (s, t, m), 0),
-    "KNN": (partial(IntraClassKNNLoss, 1, 4, 3), lambda s, t, m, y: (s, t, y), 10 * (4 * 3 + 8)),
-    "COS-NCE": (
-        partial(CosNCELoss, 4, 3),
-        lambda s, t, m, y: (s, t, m, y),
-        10 * (5 * (2 * 4 * 3 + 1) + 8),
-    ),
-    "CCA, features": (
-        partial(CCALoss, pool="mean"), lambda s, t, m, y: (s, t, m), 10 * (4 * 7 + 1)
-    ),
-    "CCA, moments": (CCALoss, lambda s, t, m, y: (s, t, m), 8 * (16 + 9 + 12)),
-}  # fmt: skip
+    "relations over samples": (partial(relation_loss, over="samples"), "stm", 50 * (4 * 7 + 1)),
+    "relations over tokens": (relation_loss, "stm", 0),
+    "KNN": (partial(IntraClassKNNLoss, 1, 4, 3), "sty", 10 * (4 * 3 + 8)),
+    "COS-NCE": (partial(CosNCELoss, 4, 3), "stmy", 10 * (5 * (2 * 4 * 3 + 1) + 8)),
+    "CCA, features": (partial(CCALoss, pool="mean"), "stm", 10 * (4 * 7 + 1)),
+    "CCA, moments": (CCALoss, "stm", 8 * (16 + 9 + 12)),
+}
 
 
 def bytes_sent(rank):
@@ -99,13 +79,13 @@ def bytes_sent(rank):
 
     watch = {name: watched(getattr(dist, name)) for name in ("all_gather", "all_reduce")}
     torch.manual_seed(0)
-    data = torch.randn(10, 5, 4), torch.randn(10, 5, 3), torch.ones(10, 5), torch.arange(10)
-    found = {}
+    data = dict(s=torch.randn(10, 5, 4), t=torch.randn(10, 5, 3), m=torch.ones(10, 5))
+    data["y"], found = torch.arange(10), {}
     for name, (loss, arguments, _) in SENT.items():
         criterion = made(loss, torch.float32, gather=True)
         sent.clear()
         with mock.patch.multiple(dist, **watch):
-            criterion(*arguments(*data))
+            criterion(*map(data.get, arguments))
         found[name] = sum(sent)
     return found
 
@@ -138,21 +118,15 @@ def called_differently(rank):
 
     student, teacher = (torch.randn(8, 5, D, dtype=torch.float64) for D in (6, 7))
     labels = torch.arange(8) % 3
-    half = torch.float32 if rank else torch.float64
+    half, some = (torch.float32, student[:0]) if rank else (torch.float64, student)
     calls = [
         lambda: gather_rows(torch.tensor(1.0)),
         lambda: gather_rows(student.to(half)),
         lambda: relation_loss(student.to(half), teacher.to(half), over="samples", gather=True),
         lambda: relation_loss(student, teacher[..., rank:], over="samples", gather=True),
-        lambda: (
-            knn_feature_loss(student, student, labels[: 8 - rank].to(half), gather=True)
-            if rank == 0
-            else knn_feature_loss(student[:0], student[:0], torch.tensor([]), gather=True)
-        ),
+        lambda: knn_feature_loss(some, some, labels[: len(some)].to(half), gather=True),
         lambda: cos_nce_loss(student, student, labels=labels if rank else None, gather=True),
-        lambda: cos_nce_loss(
-            student[:, 0], student[:, 0], gather=True, negatives=student[:, rank:]
-        ),
+        lambda: cos_nce_loss(*[student[:, 0]] * 2, gather=True, negatives=student[:, rank:]),
     ]
     said = []
     for call in calls:
@@ -160,15 +134,14 @@ def called_differently(rank):
             call()
         said.append(str(raised.value))
     sharded = DTensor.from_local(student, init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(TypeError, match=r"student must be whole .* got a DTensor"):
-        relation_loss(sharded, teacher)
+    words = r"student must be whole .* got a DTensor"
+    raises(words, relation_loss, sharded, teacher, error=TypeError)
     groups = [dist.new_group([other]) for other in range(2)]
     alone = AcrossRanks(lambda batch: batch["x"].sum())
     assert alone({"x": torch.ones(1 + rank)}) == 3
-    with pytest.raises(ValueError, match="group doesn't contain this process"):
-        relation_loss(student, teacher, gather=True, group=groups[1 - rank])
-    own = relation_loss(student, teacher, gather=True, group=groups[rank])
-    assert own == relation_loss(student, teacher)
+    gathered = partial(relation_loss, student, teacher, gather=True)
+    raises("group doesn't contain this process", gathered, group=groups[1 - rank])
+    assert gathered(group=groups[rank]) == relation_loss(student, teacher)
     return said
 
 
@@ -194,28 +167,25 @@ def test_ddp(tmp_path):
     run_ranks(_ddp_process, 2, tmp_path)
 
 
-def _ddp_process(rank: int) -> None:
-    for subject in subjects("torch"):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"body": nn.Linear(D_S, D_S), "loss": subject})
-        wrapped = DistributedDataParallel(_Step(model))
-        cpu = torch.device("cpu")  # a forked process can't use the GPU
-        halves = [x.detach().chunk(2) for x in (*features(device=cpu), padding(device=cpu))]
-        wrapped(*(half[rank] for half in halves)).backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        for other in range(2):
-            (_Step(model)(*(half[other] for half in halves)) / 2).backward()
-        for gradient, parameter in zip(found, model.parameters(), strict=True):
-            assert relative_error(gradient, parameter.grad) <= 1e-5, subject.name
-
-
-class _Step(nn.Module):
+class _Step(nn.ModuleDict):
     """A student of one layer, and its loss."""
 
-    def __init__(self, model: nn.ModuleDict) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, x: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        return self.model["loss"](self.model["body"](x), teacher, mask)
+        return self["loss"](self["body"](x), teacher, mask)
+
+
+def _ddp_process(rank: int) -> None:
+    cpu = torch.device("cpu")  # a forked process can't use the GPU
+    inputs = *features(device=cpu), padding(device=cpu)
+    halves = list(zip(*(x.detach().chunk(2) for x in inputs), strict=True))
+    for subject in subjects("torch"):
+        torch.manual_seed(0)
+        model = _Step({"body": nn.Linear(D_S, D_S), "loss": subject})
+        wrapped = DistributedDataParallel(model)  # alive until its gradients are there
+        wrapped(*halves[rank]).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for half in halves:
+            (model(*half) / 2).backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            assert relative_error(gradient, parameter.grad) <= 1e-5, subject.name
