@@ -14,6 +14,7 @@ from fastkd._core.numerics import multiplies_in_float32, sum_by_doubling, times_
 from fastkd.models.outputs import Outputs
 from fastkd.models.spans import Spans
 from tests.support.compare import relative_error, values_and_grads
+from tests.test_projection import turned
 
 
 @pytest.mark.skipif(
@@ -65,32 +66,22 @@ def means_over_spans(x):
     return pooled.hidden[1][:, 1:]
 
 
+over_samples = functools.partial(fastkd.relation_loss, over="samples")
 # A function or Module, and the shapes of its features; the first requires grad.
 SUMS = {
     "means over spans": (lambda: means_over_spans, (2, 2570, 8)),
     "CosNCELoss": (lambda: fastkd.CosNCELoss(24, 32), (16, 7, 24), (16, 7, 32)),
     "CosNCELoss mean": (lambda: fastkd.CosNCELoss(24, 32, "mean"), (16, 700, 24), (16, 700, 32)),
-    "IntraClassKNNLoss": (
-        lambda: LabelledKNN(1, 24, 32, pool="mean"), (16, 700, 24), (16, 700, 32)
-    ),
+    "KNN": (lambda: LabelledKNN(1, 24, 32, pool="mean"), (16, 700, 24), (16, 700, 32)),
     "CCALoss": (lambda: fastkd.CCALoss(), (64, 7, 12), (64, 7, 16)),
     "DualProjectionLoss": (lambda: fastkd.DualProjectionLoss(24, 32), (16, 7, 24), (16, 7, 32)),
     "OrthogonalProjection": (lambda: turned(fastkd.OrthogonalProjection(24, 32)), (700, 24)),
     "relation_loss": (lambda: fastkd.relation_loss, (2, 600, 64), (2, 600, 96)),
-    "relation_loss over samples": (
-        lambda: functools.partial(fastkd.relation_loss, over="samples"), (24, 7, 256), (24, 7, 384)
-    ),
+    "relation_loss over samples": (lambda: over_samples, (24, 7, 256), (24, 7, 384)),
     "FCDLoss": (lambda: fastkd.FCDLoss(), (16, 24, 256), (16, 24, 384)),
     "layer_norm_mse of long rows": (lambda: fastkd.layer_norm_mse, (2, 65536), (2, 65536)),
     "cos_nce_loss of many samples": (lambda: fastkd.cos_nce_loss, (65536, 4), (65536, 4)),
 }  # fmt: skip
-
-
-def turned(projection):
-    """Set a projection to a matrix that is not the identity and exact in bfloat16."""
-    for parameter in projection.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return projection
 
 
 class LabelledKNN(fastkd.IntraClassKNNLoss):
@@ -113,9 +104,7 @@ def test_half_precision_sums_are_rounded_last(name):
     wanted = values_and_grads(exact, features[:1], *features[1:], upstream=1.0)
     for x, y in zip(found, wanted, strict=True):
         # A single number is rounded by anything up to half of this.
-        rounding = (
-            relative_error(y.bfloat16(), y) if y.dim() else torch.finfo(torch.bfloat16).eps / 2
-        )
+        rounding = relative_error(y.bfloat16(), y) if y.dim() else 2.0**-8
         assert relative_error(x, y) <= 2 * rounding
 
 

@@ -3,22 +3,17 @@
 import pytest
 import torch
 
-from fastkd.losses.projection import (
-    DualProjectionLoss,
-    OrthogonalProjection,
-    cayley,
-    layer_norm_mse,
-)
+from fastkd import DualProjectionLoss, OrthogonalProjection, cayley, layer_norm_mse
 from tests.distill.processes import run_ranks
 from tests.support.compare import assert_accurate, counted
 
 TRITON_FUNCTION = "layer_norm_mse"
 
 
-def randomise(module, scale=0.3):
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(scale * torch.randn_like(parameter))
+def turned(module):
+    """Set projections to matrices that are not the identity."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     return module
 
 
@@ -31,7 +26,7 @@ def test_large_cayley_matrices_are_orthogonal(scale):
 
 @pytest.mark.parametrize("rows", [2, 50])
 def test_half_precision_leaves_the_parameters_in_float32(rows):
-    module = randomise(OrthogonalProjection(8, 8))
+    module = turned(OrthogonalProjection(8, 8))
     before = module.raw.detach().clone()
     wrapped = torch.nn.Sequential(module, torch.nn.Linear(8, 8)).bfloat16()
     assert wrapped[1].weight.dtype == torch.bfloat16
@@ -112,7 +107,7 @@ def test_dual_loss_calls_projections_that_have_hooks():
 
 
 def test_dual_loss_of_a_teacher_with_tokens_of_its_own():
-    module = randomise(DualProjectionLoss(4, 6))
+    module = turned(DualProjectionLoss(4, 6))
     student, teacher, teacher_mask = torch.randn(2, 5, 4), torch.randn(2, 3, 6), torch.ones(2, 3)
     teacher_mask[0, 2] = 0
     pooled = torch.stack([teacher[0, :2].mean(0), teacher[1].mean(0)])

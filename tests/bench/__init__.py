@@ -26,14 +26,7 @@ def reference(x, y):
 
 def case(*providers, dtype=torch.float32, n=64, **options):
     return Case(
-        loss="toy",
-        title="sine",
-        set="cpu",
-        sizes={"n": n},
-        dtype=dtype,
-        make=make,
+        loss="toy", title="sine", set="cpu", sizes={"n": n}, dtype=dtype, make=make,
         providers=(Provider("reference", call(reference)), *providers),
-        bytes_moved=3 * n * n * 4,
-        operations=n * n,
-        **options,
-    )
+        bytes_moved=3 * n * n * 4, operations=n * n, **options,
+    )  # fmt: skip

@@ -18,12 +18,8 @@ from tools.compile_report import chosen, largest, modules, not_interpreted, repo
 from tools.dry_cuda import Device
 
 # Kernels whose largest blocks need more than 60 kB of a consumer card's 99 kB, and their modules.
-LARGE = {
-    "cayley_step_kernel": "cayley",
-    "knn_sorted_search_kernel": "knn",
-    "relation_gradient_kernel": "relation_long",
-    "relation_tiles_kernel": "relation_long",
-}
+LARGE = {"cayley_step_kernel": "cayley", "knn_sorted_search_kernel": "knn"}
+LARGE |= dict.fromkeys(("relation_gradient_kernel", "relation_tiles_kernel"), "relation_long")
 
 
 def ends_with_barriers() -> int:

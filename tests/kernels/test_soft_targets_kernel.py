@@ -7,12 +7,7 @@ import torch
 
 import fastkd
 from fastkd.lm.divergences import NAMES
-from fastkd.lm.soft_targets import (
-    DIVERGENCES,
-    linear_soft_target_loss,
-    soft_target_loss,
-    soft_target_loss_ref,
-)
+from fastkd.lm.soft_targets import DIVERGENCES, soft_target_loss, soft_target_loss_ref
 from tests.support.compare import assert_accurate, assert_matches_reference, every_two_meet
 
 pytest.importorskip("triton")
@@ -24,13 +19,11 @@ pytestmark = pytest.mark.usefixtures("tensors_on_device")
 FUNCTIONS = soft_target_loss, soft_target_loss_ref
 
 
+BLOCKS = [*DIVERGENCES, fastkd.Divergence("lk"), fastkd.Divergence("skew_kl")], [129, 1025]
+
+
 @pytest.mark.parametrize(
-    ("divergence", "V", "dtype"),
-    every_two_meet(
-        [*DIVERGENCES, fastkd.Divergence("lk"), fastkd.Divergence("skew_kl")],
-        [129, 1025],
-        [torch.float32, torch.bfloat16],
-    ),
+    ("divergence", "V", "dtype"), every_two_meet(*BLOCKS, [torch.float32, torch.bfloat16])
 )
 def test_block_edges(divergence, V, dtype):
     student, teacher = (2 * torch.randn(2, 3, V)).to(dtype)
@@ -38,9 +31,8 @@ def test_block_edges(divergence, V, dtype):
     log_probs, ids = teacher.float().log_softmax(-1).topk(40)
     top = fastkd.TopK(ids, log_probs, "bucket" if V == 129 else "renormalise")
     for other in (teacher, top):
-        assert_matches_reference(
-            *FUNCTIONS, "triton", student, other, gradient_floor=1e-5, **options
-        )
+        given = student, other
+        assert_matches_reference(*FUNCTIONS, "triton", *given, gradient_floor=1e-5, **options)
 
 
 @pytest.mark.parametrize("form", ["mean", "rows", "labels"])
@@ -56,11 +48,8 @@ def test_few_passes_over_a_chunk_of_logits(form):
         task = fastkd.CrossEntropy(torch.arange(6), 0.5)
         options = {"soft_weight": 0.0, "task": task, "chunk_bytes": 3 * 40 * 4}
     with count_launches() as launches:
-        loss = linear_soft_target_loss(
-            hidden, weight, *teacher, reduction="none" if again else "batchmean",
-            backend="triton", **options,
-        )  # fmt: skip
-        loss.sum().backward()
+        options |= {"reduction": "none" if again else "batchmean", "backend": "triton"}
+        fastkd.linear_soft_target_loss(hidden, weight, *teacher, **options).sum().backward()
     kernel = "cross_entropy_kernel" if form == "labels" else "soft_target_kernel"
     assert launches.of_triton() == [kernel] * (again + 2)
     products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]

@@ -35,16 +35,10 @@ def make_teacher(path, labels=2, layers=4, head=True, words=WORDS, longest=32, *
     tokenizer.save_pretrained(path)
     torch.manual_seed(1)
     settings = {
-        "hidden_size": 16,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": longest,
-        "vocab_size": len(specials) + len(words),
-        "num_labels": labels,
-        "initializer_range": 0.2,
-        **config,
-    }
+        "hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": longest, "num_labels": labels,
+        "vocab_size": len(specials) + len(words), "initializer_range": 0.2, **config,
+    }  # fmt: skip
     model = BertForSequenceClassification(BertConfig(**settings))
     (model if head else model.bert).save_pretrained(path)
     return path
