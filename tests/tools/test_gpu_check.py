@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -133,12 +134,10 @@ def test_what_is_missing_leaves_out_its_own_items(monkeypatch):
     monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **options: None)
     case, provider = next(iter(gpu_check.pairs().values()))
     provider = dataclasses.replace(provider, why_not=lambda device: "it isn't built")
-    for words, item, *given in (
-        ("no nvcc", gpu_check.build_extension),
-        ("not installed", gpu_check.memcheck),
-        ("it isn't built", gpu_check.right, case, provider),
-    ):
-        raises(words, item, *given, error=gpu_check.LeftOut)
+    left_out = functools.partial(raises, error=gpu_check.LeftOut)
+    left_out("no nvcc", gpu_check.build_extension)
+    left_out("not installed", gpu_check.memcheck)
+    left_out("it isn't built", gpu_check.right, case, provider)
 
 
 def test_a_command_is_stopped_in_time_and_writes_what_it_has(tmp_path, monkeypatch):
