@@ -9,7 +9,6 @@ import typing
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
@@ -99,6 +98,8 @@ DISTILL = [
     *(({"teacher": name}, "--teacher|--student-layers") for name in DAMAGES),
     *(({"trainer_args": f"{i}.yaml"}, f"--trainer-args {i}.yaml: .*{words}")
       for i, words in enumerate(TRAINER_ARGS.values())),
+    ({"unlabelled": "none.txt"}, "--unlabelled none.txt: no such file"),
+    ({"label_column": "stars"}, r"column 'stars' \(--label-column\); known: sentence, label"),
     ({"teacher_layers": "2,9"}, "--teacher-layers .*1 to 4"),
     ({"teacher_layers": "unifrom"}, "Error: --teacher-layers 'unifrom'.*mean 'uniform'"),
     ({"teacher_layers": "1,2,3", "student_layers": 2}, "layers names 3.*--student-layers is 2"),
@@ -247,19 +248,17 @@ def test_malformed_options(tiny, tmp_path, monkeypatch):
         assert flag in said or (value and value in said), (command, flag, value[:40], said)
 
 
-@pytest.mark.parametrize("value", [math.nan, 1e38, None])
-def test_weights_that_give_no_outputs(tiny, tmp_path, value):
-    model = shutil.copytree(tiny / "teacher", tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    name = next(name for name in weights if "query.weight" in name)
-    good = weights.pop(name)
-    if value is not None:
-        weights[name] = torch.full_like(good, value)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    train, data = usual(tiny, tmp_path), {"data": tiny / "dev.tsv"}
-    for command, option, given in (
-        ("distill", "teacher", train), ("evaluate", "model", data), ("predict", "model", data),
-        *[("distill", "student", train)] * (value is None),
-    ):  # fmt: skip
-        said = refused(command, **{**given, option: model})
-        assert f"--{option}" in said and ("missing" if value is None else "not finite") in said
+def test_weights_that_give_no_outputs(tiny, tmp_path):
+    """Weights of inf and NaN, and missing ones."""
+    infinite = make_teacher(tmp_path / "infinite", initializer_range=math.inf)
+    missing = shutil.copytree(tiny / "teacher", tmp_path / "missing")
+    weights = load_file(missing / "model.safetensors")
+    some = {name: x for name, x in weights.items() if "query.weight" not in name}
+    save_file(some, missing / "model.safetensors", metadata={"format": "pt"})
+    for model, words in ((missing, "missing"), (infinite, "not finite")):
+        given = [("evaluate", "model", {"data": tiny / "dev.tsv"})]
+        given += [("predict", *given[0][1:]), ("distill", "teacher", usual(tiny, tmp_path))]
+        given += [("distill", "student", usual(tiny, tmp_path))] * (model == missing)
+        for command, option, rest in given:
+            said = refused(command, **{**rest, option: model})
+            assert f"--{option}" in said and words in said

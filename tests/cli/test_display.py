@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from fastkd.cli import display
 from fastkd.cli.display import RichDisplay, new_display
 from fastkd.cli.main import app
-from fastkd.train.distillation import write_card
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted
 from tests.cli.launched import Launch, command
@@ -87,44 +86,3 @@ def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
         lost = pytest.raises(RunFailed, match="the output can't be written: No space left")
         with lost if number == errno.ENOSPC else contextlib.nullcontext():
             show(output)
-
-
-# What `show` and the model card read of a report.
-SETTINGS = {"teacher": "./t", "task": None, "data": None, "method": "fcd", "evals": "dev.tsv"}
-REPORT = {
-    "fastkd": "0", "settings": {**SETTINGS, "test": ["a/one.tsv", "a/two.b.tsv"]},
-    "rows": {"train": 4}, "layers": 2, "labels": ["<b>a|b</b>", "*c_d*\ne"], "paired": False,
-    "parameters": {"teacher": 10, "student": 20}, "bytes": {"teacher": 10, "student": 20},
-    "seconds_a_batch": {"teacher": 0.6, "student": 1.0}, "seconds": {"training": 1, "total": 2},
-    "best": {"epoch": 0.285714, "losses": {"loss": 1.0}}, "teacher": {"accuracy": 0.9},
-    "student": {"mcc": 0.25, "accuracy": 0.5},
-    "test": {"student": {"accuracy_one": 0.75, "accuracy_two.b": 0.125}},
-}  # fmt: skip
-BARE = {"parameters": {"student": 20}, "bytes": {"student": 20}, "seconds_a_batch": {}}
-
-
-@pytest.mark.parametrize(("more", "told"), [
-    ({}, ("student is 1.7 times slower and 2.0 times larger", "epoch 0.29,", 'classify("...")',
-          "2.0 times larger, 1.7 times slower on the machine", "| accuracy_two.b (test) |",
-          "type: two.b.tsv", r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e.")),
-    ({"parameters": {"teacher": 100, "student": 99}, "paired": True},
-     ("1.7 times slower and as large", 'classify({"text": "...", "text_pair": "..."})')),
-    ({**BARE, "served_teacher": "9 rows/s"}, ("`./t`: in a server, 9 rows/s.",)),
-    ({**BARE, "stored_teacher": "in files"}, ("`./t`: in files.",)),
-    (BARE, ("`./t`: known by its log-probabilities.",)),
-    ({"settings": {**REPORT["settings"], "teacher_offload": True}},
-     ("0.0 MiB of weights on the device only while it ran",)),
-])  # fmt: skip
-def test_what_is_printed_of_a_report_and_its_card(tmp_path, more, told):
-    """Metrics that a cache lacks for its teacher are empty cells, not shifted ones."""
-    file, report = io.StringIO(), {**REPORT, **more}
-    RichDisplay(Console(file=file, width=120)).results(report, tmp_path)
-    write_card(tmp_path, report)
-    said = file.getvalue()
-    assert all(words in said + (tmp_path / "README.md").read_text() for words in told)
-    rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert rows["student"].split()[-4:] == ["0.2500", "0.5000", "0.7500", "0.1250"]
-    assert ("the student is" in said) == ("teacher" in rows)
-    if "teacher" in rows:
-        assert rows["teacher"].split()[-1] == "0.9000"
-        assert rows["teacher"].index("0.9000") == rows["student"].index("0.5000")

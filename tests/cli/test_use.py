@@ -1,5 +1,6 @@
 """Uses of a student: model card, pipeline(), evaluate, predict, ONNX."""
 
+import io
 import json
 import math
 import re
@@ -10,8 +11,11 @@ import pytest
 import torch
 import transformers as t
 from huggingface_hub import ModelCard
+from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
+from fastkd.cli.display import RichDisplay
+from fastkd.train.distillation import write_card
 from fastkd.train.errors import InputError
 from fastkd.train.models import longest
 from fastkd.train.tasks.classification import Classification
@@ -20,6 +24,7 @@ from tests.support.tiny import make_teacher, run, usual, write_onnx, write_tsv
 from tests.train.tasks.through import encoded, told, write_lines
 
 STUDENT, CLASSES = "out/student", ("neg", "pos")
+DEV = ("dev", 20, 1), ("two.dev", 20, 1)
 Classifier = t.AutoModelForSequenceClassification
 SIZES = {"vocab_size": 17, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32,
          "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.3}  # fmt: skip
@@ -31,10 +36,10 @@ def folder(tmp_path_factory):
 
     def make(path):
         make_teacher(path / "teacher")
-        for name, rows, seed in (("train", 40, 0), ("dev", 20, 1), ("test", 30, 2)):
+        for name, rows, seed in (("train", 40, 0), *DEV, ("test", 30, 2)):
             write_tsv(path / f"{name}.tsv", rows, seed, label=lambda y: CLASSES[y])
         write_lines(path / "more.txt", 24, seed=3)
-        tests = ("--test", path / "test.tsv", "--test", path / "dev.tsv")
+        tests = ("--test", path / "test.tsv", "--test", path / "two.dev.tsv")
         options = {
             "unlabelled": path / "more.txt", "finetune_teacher": 8, "teacher_learning_rate": 5e-3,
             "epochs": 4, "learning_rate": 5e-3, "log_json": path / "out" / "log.jsonl",
@@ -54,7 +59,7 @@ def test_the_student_scores_the_same_everywhere(folder, tmp_path):
     report = report_of(folder / "out")
     expected = report["test"]["student"]["accuracy_test"]
     assert expected > 0.8 and report["teacher"]["accuracy"] > 0.9
-    assert report["test"]["student"]["accuracy_dev"] == report["student"]["accuracy"]
+    assert report["test"]["student"]["accuracy_two.dev"] == report["student"]["accuracy"]
     best = max(report["history"], key=lambda entry: entry["scores"]["accuracy"])  # the first
     assert (report["best"]["step"], report["student"]) == (best["step"], best["scores"])
     words = {"model": folder / STUDENT, "data": folder / "test.tsv"}
@@ -91,13 +96,10 @@ def test_onnx_files(folder, tmp_path):
     words["onnx"].write_bytes(b"x")
     assert "can't be loaded" in run("evaluate", **words, expect=2)
     config = t.BertConfig(**{**SIZES, "vocab_size": 5})
+    spans = "start_logits", "end_logits"
     for model, outputs, said in (
         (t.BertForSequenceClassification, ["logits"], "can't be run"),  # it knows fewer tokens
-        (
-            t.BertForQuestionAnswering,
-            ["start_logits", "end_logits"],
-            "end_logits; it must read",
-        ),
+        (t.BertForQuestionAnswering, spans, "end_logits; it must read"),
     ):
         write_onnx(model(config), words["onnx"], *outputs)
         assert said in run("evaluate", **words, expect=2)
@@ -109,7 +111,7 @@ def test_card_report_and_log(folder):
     scores = report["test"]["student"]
     assert values == {
         ("dev.tsv", "accuracy"): report["student"]["accuracy"],
-        ("dev.tsv", "accuracy_dev"): scores["accuracy_dev"],
+        ("two.dev.tsv", "accuracy_two.dev"): scores["accuracy_two.dev"],
         ("test.tsv", "accuracy_test"): scores["accuracy_test"],
     }
     assert "Rows: 40 train, 20 eval, 50 test, 24 unlabelled." in card.text
@@ -125,6 +127,37 @@ def test_card_report_and_log(folder):
     assert events[-1]["event"] == "complete" and events[-1]["student"] == report["student"]
     for model in ("student", "teacher"):
         assert [*(folder / "out/logs" / model).glob("events*")]
+
+
+def test_what_is_printed_of_a_report_and_its_card(folder, tmp_path):
+    """Metrics that a cache lacks for its teacher are empty cells, not shifted ones."""
+    report, bare = report_of(folder / "out"), {"parameters": {"student": 20}, "seconds_a_batch": {}}
+    report["best"]["epoch"], settings = 2 / 7, report["settings"] | {"teacher_offload": True}
+    report |= {
+        "labels": ["<b>a|b</b>", "*c_d*\ne"], "parameters": {"teacher": 10, "student": 20},
+        "student": {"mcc": 0.25, "accuracy": 0.5}, "teacher": {"accuracy": 0.9},
+        "seconds_a_batch": {"teacher": 0.6, "student": 1.0},
+    }  # fmt: skip
+    for more, *words in (
+        ({}, "student is 1.7 times slower and 2.0 times larger", "epoch 0.29,", 'classify("...")',
+         "2.0 times larger, 1.7 times slower on the machine", "| accuracy_two.dev (test) |",
+         r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e."),
+        ({"parameters": {"teacher": 100, "student": 99}, "paired": True},
+         "1.7 times slower and as large", 'classify({"text": "...", "text_pair": "..."})'),
+        ({**bare, "served_teacher": "9 rows/s"}, "`: in a server, 9 rows/s."),
+        ({**bare, "stored_teacher": "in files"}, "`: in files."),
+        (bare, "`: known by its log-probabilities."),
+        ({"settings": settings}, "0.0 MiB of weights on the device only while it ran"),
+    ):  # fmt: skip
+        console = Console(file=io.StringIO(), width=120)
+        RichDisplay(console).results(report | more, tmp_path)
+        write_card(tmp_path, report | more)
+        said = console.file.getvalue()
+        assert all(part in said + (tmp_path / "README.md").read_text() for part in words), more
+        rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+        assert rows["student"].split()[-4:-2] == ["0.2500", "0.5000"]
+        assert ("the student is" in said) == ("0.9000" in said) == ("teacher" in rows)
+        assert rows.get("teacher", "").find("0.9000") in (-1, rows["student"].index("0.5000"))
 
 
 def test_numbers_and_texts_without_them(distill, folder, tmp_path):
