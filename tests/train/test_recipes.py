@@ -13,8 +13,7 @@ from fastkd.train.fitting import arguments_of, settled
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.recipes import RECIPES, compared, lines, sentence
-from fastkd.train.saving import read_json
-from tests.support.runs import report_of
+from fastkd.train.saving import MANIFEST, read_json
 from tests.support.tiny import make_teacher
 
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
@@ -112,30 +111,26 @@ def test_a_short_run_and_a_second_stage_say_what_deviates(tmp_path):
     stage = {"student": str(tmp_path / "1-general/student"), "out": tmp_path / "2-task"}
     assert "student" in told(**stage)[0]
     assert told(**stage, follows="0123")[1].endswith(", without a deviation. ")
-    only = lines(compared(options(method="fcd", num_train_epochs=3), method_by_name("fcd")))
-    assert "the learning rate only warms up" in only[-1] and not lines({})
+    table = lines(compared(options(method="fcd", num_train_epochs=3), method_by_name("fcd")))
+    assert "open in the paper" in "".join(table) and not lines({})
+    assert "the learning rate only warms up" in table[-1]
 
 
 def test_a_short_run_prints_and_records_its_recipe(distill, tmp_path):
     """And that its schedule ends early. Steps are of the student; the teacher has its epochs."""
-    given = {"steps": 4, "batch_size": 10, "student_layers": 2, "set": "first_stage=0.8"}
-    output = distill(teacher=make_teacher(tmp_path / "teacher", head=False), finetune_teacher=2,
-                     **dict.fromkeys(("epochs", "learning_rate")), **given, method="lrc_bert",
-                     preset="paper")  # fmt: skip
-    for words in (
-        "warning: LRCBERT trains soft, task only near the end of its schedule",
-        r"beyond the last of 4 steps \(at 75%\)",
-        r"(?m)^ *learning_rate .*set by the paper: Distillation Setup, of 5e-05, 0.0001",
-        r"(?m)^ *batch_size .*given by you: Distillation Setup: 16",
-        r"(?m)^ *precision .*open in the paper",
-    ):
-        assert re.search(words, output), words
-    report = report_of(tmp_path / "out")
+    printed = distill(
+        teacher=make_teacher(tmp_path / "teacher", head=False), finetune_teacher=2, steps=4,
+        epochs=None, learning_rate=None, batch_size=10, student_layers=2, method="lrc_bert",
+        set="first_stage=0.8", preset="paper",
+    )  # fmt: skip
+    assert "task only near the end of its schedule" in printed and "4 steps (at 75%)" in printed
+    paper = r"(?m)^ *learning_rate .*set by the paper: Distillation Setup, of 5e-05, 0.0001"
+    assert re.search(paper, printed) and "given by you: Distillation Setup: 16" in printed
+    report, teacher = (read_json(tmp_path / "out" / x / MANIFEST) for x in ("student", "teacher"))
     assert report["recipe"]["set"]["learning_rate"]["grid"] == [5e-5, 1e-4, 3e-4]
     assert report["settings"]["learning_rate"] == 1e-4
     card = (tmp_path / "out/student/README.md").read_text()
     assert "steps 4 (Distillation Setup, instead of 18 epochs)" in card
-    teacher = read_json(tmp_path / "out/teacher/fastkd.json")
     assert [x["history"][-1]["step"] for x in (report, teacher)] == [4, 8]
 
 

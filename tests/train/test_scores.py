@@ -11,6 +11,7 @@ from scipy.stats import pearsonr
 
 from fastkd.train.generation import Words, rouge_l
 from fastkd.train.scoring import finite, score
+from fastkd.train.tasks import named
 from fastkd.train.tasks.classification import Classification, useless_classes
 from fastkd.train.tasks.embedding import agreement
 from fastkd.train.tasks.multi_label import MultiLabel
@@ -76,10 +77,8 @@ def test_words_of_every_script():
     texts = ["It's the 2nd snake_case film.", "the film, it is 2ND"]
     for text, other in (texts, texts[::-1]):
         assert Words().tokenize(text) == DefaultTokenizer(use_stemmer=False).tokenize(text)
-        assert (
-            rouge_l([other], [text])
-            == RougeScorer(["rougeL"]).score(text, other)["rougeL"].fmeasure
-        )
+        expected = RougeScorer(["rougeL"]).score(text, other)["rougeL"].fmeasure
+        assert rouge_l([other], [text]) == expected
 
 
 def test_scores_by_hand():
@@ -109,6 +108,8 @@ def test_scores_by_hand():
     for answers in (np.full((2, 2), np.nan), [("text", np.inf, 1)], [[1.0, np.nan]]):
         assert np.isnan(score(Classification(), ("accuracy",), answers, None)["accuracy"])
     assert finite([("text", 0.5, 1), np.ones(2)])
+    documents = named("causal-lm")().predictions([(6.0, 3), (0.0, 0)], None)
+    assert [row["perplexity"] for row in documents] == [pytest.approx(np.exp(2)), None]
 
 
 def test_answers_that_are_worth_nothing():

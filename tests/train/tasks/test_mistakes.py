@@ -89,7 +89,7 @@ NOW = datetime.datetime(2020, 1, 1)
 HEAD = "text\tlabel\n"
 ZIPPED = gzip.compress(HEAD.encode() + b"good film\t1\n" * 50)
 #: By --task: name or suffix of a file, its text or rows, parts of the sentence, and options, where
-#: rows are another file. Broken rows of right files: tests/train/test_drawn_files.py.
+#: rows are another file. Broken rows of right files: tests/train/test_data.py.
 MISTAKES = {
     None: [
         ("none.json", "[]", "no rows"),
