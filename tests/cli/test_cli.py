@@ -135,21 +135,18 @@ def test_files_that_fastkd_did_not_write_are_never_deleted(tiny, runs, tmp_path)
 
 
 def test_the_lock_is_not_its_file(distill, tmp_path):
-    """A killed process leaves the file."""
-    lock = tmp_path / "out" / saving.LOCK
-    lock.parent.mkdir()
-    lock.write_text("process 1")
-    with saving.locked(lock.parent):
+    (out := tmp_path / "out").mkdir()
+    (out / saving.LOCK).write_text("process 1")  # of a killed process
+    with saving.locked(out):
         assert f"in use by process {os.getpid()} on" in distill(expect=2)
-    assert not lock.exists()
+    assert not (out / saving.LOCK).exists()
 
 
 def test_the_best_epoch_is_one_with_a_trained_head(distill, tmp_path):
     """LRC-BERT's first stage trains layers alone."""
     output = distill(method="lrc_bert", set="first_stage=0.5", epochs=4, max_train_rows=8)
     assert output.count("(head not trained yet)") == 2
-    history = report_of(tmp_path / "out")["history"]
-    assert [entry["best"] for entry in history[:3]] == [False, False, True]
+    assert [x["best"] for x in report_of(tmp_path / "out")["history"][:3]] == [False, False, True]
 
 
 def test_a_nan_loss_stops_with_the_best_student_kept(distill):
@@ -194,8 +191,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
         if new_id is not None:
             saving.write_manifest(place / "checkpoint-7", {"run": new_id})
         assert Checkpoints(place, run_id).newest(said.append) == place / "checkpoint-5"
-        (line,) = said
-        assert re.search(rf"cannot be used \(.*{why}.*\); .* from the one before it", line)
+        assert re.search(rf"cannot be used \(.*{why}.*\); .* from the one before it", *said)
     out = shutil.copytree(runs / "stopped", tmp_path / "out")
     (out / "unfinished/student/model.safetensors").write_bytes(b"")
     output = distill("--resume", **RUN)
@@ -273,17 +269,13 @@ def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch
         require("google.protobuf", "onnx")
 
 
-def test_lists_and_mistakes_import_no_torch(tmp_path):
-    """A study's mistake: its file names a column that a task's rows lack."""
-    (tmp_path / "rows.tsv").write_text("sentence\tlabel\nfilm\t1\n")
-    task = '[tasks.one]\ntrain = "rows.tsv"\neval = "rows.tsv"\ntext_column = "txt"\n'
-    (tmp_path / "spec.toml").write_text(task)
-    for words, printed in ((["--help"], "distill"), (["study", "spec.toml"], "(text_column)")):
+def test_lists_and_mistakes_import_no_torch():
+    for words, code in ((["--help"], 0), (["distill", "--teacher", "b", "--epochs", "0"], 2)):
         command = [sys.executable, "-X", "importtime", "-m", "fastkd", *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True)
         imported = {line.split("| ")[-1].strip() for line in done.stderr.splitlines()}
-        assert "fastkd.cli.main" in imported and not imported & {"torch", "transformers", "numpy"}
-        assert printed in done.stdout + done.stderr
+        assert done.returncode == code and "fastkd.cli.main" in imported
+        assert not imported & {"torch", "transformers", "numpy"}
     # What is written twice, to import no torch.
     assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]
     assert config.LABELLED_SHARE == labelled_order.LABELLED_SHARE
@@ -296,8 +288,7 @@ def test_lists_and_mistakes_import_no_torch(tmp_path):
 def test_the_packaged_teacher_who_is_the_student_too(distill, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(packaged_teacher, "teacher_path", lambda: tiny / "teacher")
     (tmp_path / "out").mkdir()
-    packaged = {"teacher": "packaged", "student": tiny / "teacher", "max_train_rows": 8}
-    said = distill("--resume", **packaged, method="labels")
+    said = distill("--resume", teacher="packaged", student=tiny / "teacher", method="labels")
     assert "no run to resume; this one begins" in said
     assert "warning: --student is the teacher" in said
     assert report_of(tmp_path / "out")["settings"]["teacher"] == str(tiny / "teacher")

@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -13,29 +13,25 @@ from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
 AREA_OF = {"email": "network", "http": "network", "html": "text", "json": "text"}
+METHOD = '    def f{i}(self):\n        """Method {i} of {of}."""\n'
 #: Files without a docstring of their own.
 ODD = {
-    "pathlib.py": b'def p():\n    """Method 1 of  email a A!"""\n',  # in two areas
-    "random.py": b'def r():\n    """Too short."""\n',
-    "broken.py": b'def f(:\n    """Does not parse at all."""\n',
-    "test/random.py": b'def t():\n    """Never to be read here."""\n',
+    "pathlib.py": 'def p():\n    """Method 1 of  email a A!"""\n',  # in two areas
+    "random.py": 'def r():\n    """Too short."""\n',
+    "broken.py": 'def f(:\n    """Does not parse at all."""\n',
+    "test/random.py": 'def t():\n    """Never to be read here."""\n',
 }
 
 
 def write_library(root):
     """Packages of two areas, each of four modules with four classes of five methods; oddities."""
-    for package, module in itertools.product(AREA_OF, "abcd"):
-        classes = ""
-        for name in "ABCD":
-            classes += f"class {name}:\n"
-            for i in range(5):
-                text = f"Method {i} of {package} {module} {name}."
-                classes += f'    def f{i}(self):\n        """{text}"""\n'
-        (root / package).mkdir(parents=True, exist_ok=True)
-        (root / package / f"{module}.py").write_text(classes)
-    for name, content in ODD.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(content)
+    files = defaultdict(str, ODD)
+    for package, module, name in itertools.product(AREA_OF, "abcd", "ABCD"):
+        methods = (METHOD.format(i=i, of=f"{package} {module} {name}") for i in range(5))
+        files[f"{package}/{module}.py"] += "".join([f"class {name}:\n", *methods])
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
     return root
 
 
@@ -44,12 +40,8 @@ def write_packaged(folder):
     write_library(folder / "library")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return write_library(tmp_path_factory.mktemp("demo") / "library")
-
-
-def test_areas_are_balanced_and_mixed_and_share_no_docstring(library, tmp_path):
+def test_areas_are_balanced_and_mixed_and_share_no_docstring(tmp_path):
+    library = write_library(tmp_path / "library")
     sets = load_docstrings(40, 8, library)
     assert sets == load_docstrings(40, 8, library)
     for rows, limit in zip(sets, (40, 8), strict=True):
@@ -62,13 +54,14 @@ def test_areas_are_balanced_and_mixed_and_share_no_docstring(library, tmp_path):
     assert len(texts) == 319 and "Method 1 of email a A." not in texts  # it is in two areas
     assert {text for *_, text in docstrings(library)} > texts | {"Too short."}
     assert max(Counter(" ".join(AREAS.values()).split()).values()) == 1  # a module has one area
-    shutil.copytree(library / "email", tmp_path / "email")
+    shutil.copytree(library / "email", tmp_path / "one/email")
     for load in (load_docstrings, load_pairs):
         with pytest.raises(InputError, match="too few docstrings"):
-            load(10, 10, tmp_path)
+            load(10, 10, tmp_path / "one")
 
 
-def test_pairs_are_graded_by_the_tree(library):
+def test_pairs_are_graded_by_the_tree(tmp_path):
+    library = write_library(tmp_path / "library")
     sets, sides = load_pairs(30, 6, library), []
     assert load_pairs(30, 6, library) == sets
     for rows, count in zip(sets, (30, 6), strict=True):

@@ -78,11 +78,10 @@ def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
     for encoding in ("ascii", "koi8-r"):
         show(io.TextIOWrapper(file := io.BytesIO(), encoding))
         assert file.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
-    for method, number in (
-        ("flush", errno.EPIPE), ("write", errno.EPIPE), ("flush", errno.ENOSPC)
-    ):  # fmt: skip
-        output, error = io.TextIOWrapper(io.BytesIO()), OSError(number, os.strerror(number))
-        setattr(output, method, mock.Mock(side_effect=error))
-        lost = pytest.raises(RunFailed, match="the output can't be written: No space left")
-        with lost if number == errno.ENOSPC else contextlib.nullcontext():
+    lost = pytest.raises(RunFailed, match="the output can't be written: No space left")
+    unread, full = (OSError(x, os.strerror(x)) for x in (errno.EPIPE, errno.ENOSPC))
+    for method, error in (("flush", unread), ("write", unread), ("flush", full)):
+        output = mock.MagicMock(io.TextIOWrapper(io.BytesIO()), encoding="ascii")
+        getattr(output, method).side_effect = error
+        with lost if error is full else contextlib.nullcontext():
             show(output)

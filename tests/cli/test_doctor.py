@@ -16,13 +16,11 @@ from fastkd.cli.main import app
 
 
 def examined():
-    """Whether all is right, and the report."""
     lines = []
     return doctor.examine(lines.append), "\n".join(lines)
 
 
 def test_all_backends_that_run_are_right():
-    """In a table of 80 columns."""
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and "all right" in result.output, result.output
     for package, versions in TESTED.items():
@@ -58,8 +56,7 @@ def test_the_verdict_counts_the_extension(monkeypatch):
         broken = mock.Mock(side_effect=ImportError("undefined symbol: x\nmore"))
         patch.setattr(doctor.importlib, "import_module", broken)
         good, said = examined()
-    assert not good and "something is wrong" in said
-    assert "can't be loaded (undefined symbol: x)" in said
+    assert not good and "something is wrong" in said and "(undefined symbol: x)" in said
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
     monkeypatch.setattr(extension, "CPU", False)
@@ -73,7 +70,7 @@ def test_the_verdict_counts_the_extension(monkeypatch):
     (lambda right, x, *rest, **options: 1.01 * right(x, *rest, **options), "relative error"),
     (lambda right, x, *rest, **options: right(2 * x - x.detach(), *rest, **options), "relative"),
     (lambda right, x, *rest, **options: 1 / 0, "ZeroDivisionError: division by zero"),
-], ids=["value", "gradient", "error"])  # fmt: skip
+])  # fmt: skip
 def test_a_wrong_backend_fails(monkeypatch, wrong, said):
     right = doctor.TRIALS[0].load()
     monkeypatch.setattr(doctor, "TRIALS", doctor.TRIALS[:1])

@@ -1,13 +1,11 @@
-"""Rows in Arrow files: read once; larger than memory."""
+"""Rows in Arrow files: read and tokenized once."""
 
 import os
 import re
-import tracemalloc
 from pathlib import Path
 from unittest import mock
 
 import datasets
-import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
@@ -85,16 +83,3 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cach
     monkeypatch.setattr(type(tokenizer), "save_pretrained", mock.Mock(side_effect=full))
     with pytest.raises(SaveFailed, match="No space left"):
         Encoder(tokenizer, 16, Regression())
-
-
-def test_a_corpus_larger_than_the_memory_it_may_take(tmp_path, cache, tokenizer):
-    path, usual = tmp_path / "a.tsv", pyarrow.default_memory_pool()
-    path.write_text("sentence\tlabel\n" + f"good {'x' * 6000}\t1.5\n" * 640)
-    pool = pyarrow.proxy_memory_pool(usual)
-    pyarrow.set_memory_pool(pool)
-    tracemalloc.start()
-    assert len(Encoder(tokenizer, 8, Regression())(read(path))) == 640
-    peak = tracemalloc.get_traced_memory()[1] + pool.max_memory()
-    tracemalloc.stop()
-    pyarrow.set_memory_pool(usual)
-    assert peak < path.stat().st_size

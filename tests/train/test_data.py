@@ -143,7 +143,7 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
         else:
             assert task.prepare(rows).rows.labels.tolist() == expected
     assert task.prepare(rows, order="2,1,0").rows.labels.tolist() == [0]
-    assert "2 is 'fair'" in " ".join(Classification((*NAMES,)).prepare(rows).notes)
+    assert "2 is 'fair'" in " ".join(Classification(tuple(NAMES)).prepare(rows).notes)
 
 
 def test_classes_of_two_files(loaded, tmp_path):
@@ -160,9 +160,11 @@ def test_classes_of_two_files(loaded, tmp_path):
         with pytest.raises(InputError, match=words):
             loaded(train, evals, **options)
     hot = rows_of(tmp_path / "a.jsonl", MultiLabel, sets)
-    assert "0 is 'good', 1 is 'bad'" in " ".join(MultiLabel((*NAMES[:2],)).read_labels(hot).notes)
+    assert "0 is 'good', 1 is 'bad'" in " ".join(
+        MultiLabel(("good", "bad")).read_labels(hot).notes
+    )
     with pytest.raises(InputError, match="lists of 2 zeros and ones, and the model has 3"):
-        MultiLabel((*NAMES,)).read_labels(hot)
+        MultiLabel(tuple(NAMES)).read_labels(hot)
 
 
 def test_rows_and_classes_are_described(loaded, tmp_path):
@@ -259,8 +261,7 @@ def test_data_sets_with_names_of_classes(tmp_path):
         path, task = tmp_path / name, "token-classification" if name == "tags" else None
         with pytest.raises(InputError, match=words):
             load(source(train=path, evals=path, task=task))
-    folders["tags"].select([0]).save_to_disk(tmp_path / "one")
-    path = tmp_path / "one"
+    folders["tags"].select([0]).save_to_disk(path := tmp_path / "one")
     corpus = load(source(train=path, evals=path, task="token-classification"))
     assert corpus.names == [*TAGS] and list(corpus.train.column("label")) == [["B-LOC", "O"]]
 
@@ -378,8 +379,9 @@ class Table:
             text += end * (blank and i == 2)
             numbers.append(1 + (i if kind == "json" else text.count("\n")))
             if kind in TABLES:
-                cells = map(self.cell, row.values() if isinstance(row, dict) else row)
-                line = "\t".join(cells) if kind == "tsv" else quoted(cells)
+                cells = [*map(self.cell, row.values() if isinstance(row, dict) else row)]
+                csv.writer(quoted := io.StringIO(newline="")).writerow(cells)
+                line = "\t".join(cells) if kind == "tsv" else quoted.getvalue()[:-2]
             else:
                 line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
             before = ["[", ", "][i > 0] if kind == "json" else ""
@@ -406,16 +408,8 @@ class Table:
         wrong = [{**row, name: x} for name, x in changes]
         wrong += [{n: x for n, x in row.items() if n != name} for name in ("text", "label")]
         lines = [json.dumps(row)[:-1], "[1]", "5", "null", "word", "[" * 100_000]
-        return self.rng.choice(
-            [*wrong, *(lines if self.breaks == "jsonl" else [[*row.values(), "wide"]])]
-        )
-
-
-def quoted(cells):
-    """A line of a .csv file."""
-    line = io.StringIO(newline="")
-    csv.writer(line).writerow(cells)
-    return line.getvalue().removesuffix("\r\n")
+        wide = [[*row.values(), "wide"]]
+        return self.rng.choice([*wrong, *(lines if self.breaks == "jsonl" else wide)])
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):

@@ -15,8 +15,6 @@ from tests.train.tasks.through import killed_and_resumed, make_chat_teacher, ver
 IDS = torch.arange(12).view(2, 6)
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 BERT = t.BertConfig(**SMALL, intermediate_size=32, initializer_range=0.5)
-
-
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
@@ -72,8 +70,7 @@ def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypa
         both = PeftModel.from_pretrained(before, out / name / "adapter").eval()
         torch.testing.assert_close(both(IDS).logits, after(IDS).logits)
     config = read_json(out / "student/adapter/adapter_config.json")
-    found = [config[name] for name in ("r", "lora_alpha", "base_model_name_or_path")]
-    assert found == [2, 4, ""]
+    assert config.items() >= {"r": 2, "lora_alpha": 4, "base_model_name_or_path": ""}.items()
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
     # The given teacher, not the fine-tuned one.
     card = (out / "student/adapter/README.md").read_text()
@@ -81,7 +78,6 @@ def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypa
     # The student's card has the code of its base.
     code = (out / "student/README.md").read_text().split("```python\n")[2].split("```")[0]
     monkeypatch.chdir(out)
-    made: dict = {}
-    exec(code, made)
+    exec(code, made := {})
     torch.testing.assert_close(made["model"].eval()(IDS).logits, student(IDS).logits)
     verified(**options, max_length=16, device="cpu")
