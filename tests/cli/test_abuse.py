@@ -155,7 +155,6 @@ PREDICT = [
 
 @pytest.fixture(scope="module")
 def place(tiny, tmp_path_factory):
-    """Models and files of the lists."""
     path = shutil.copytree(tiny, tmp_path_factory.mktemp("place") / "files")
     make_teacher(path / "named", ("neg", "pos"))
     make_teacher(path / "swapped", ("pos", "neg"))
@@ -204,7 +203,6 @@ def test_bad_input_is_one_sentence_before_any_work(place, monkeypatch):
 
 
 def bad_values(name, meta):
-    """Values of an option that must be refused."""
     kinds = {meta.kind, *typing.get_args(meta.kind)}
     if {int, float} & kinds:
         return BAD_NUMBERS
@@ -241,16 +239,16 @@ def test_malformed_options(tiny, tmp_path, monkeypatch):
 
 
 def test_weights_that_give_no_outputs(tiny, tmp_path):
-    """Weights of inf and NaN, and missing ones."""
     infinite = make_teacher(tmp_path / "infinite", initializer_range=math.inf)
     missing = shutil.copytree(tiny / "teacher", tmp_path / "missing")
     weights = load_file(missing / "model.safetensors")
     some = {name: x for name, x in weights.items() if "query.weight" not in name}
     save_file(some, missing / "model.safetensors", metadata={"format": "pt"})
     for model, words in ((missing, "missing"), (infinite, "not finite")):
-        given = [("evaluate", "model", {"data": tiny / "dev.tsv"})]
-        given += [("predict", *given[0][1:]), ("distill", "teacher", usual(tiny, tmp_path))]
-        given += [("distill", "student", usual(tiny, tmp_path))] * (model == missing)
-        for command, option, rest in given:
-            said = refused(command, **{**rest, option: model})
+        answer, train = {"data": tiny / "dev.tsv"}, usual(tiny, tmp_path)
+        for command, option, given in (
+            ("evaluate", "model", answer), ("predict", "model", answer),
+            ("distill", "teacher", train), *[("distill", "student", train)] * (model == missing),
+        ):  # fmt: skip
+            said = refused(command, **{**given, option: model})
             assert f"--{option}" in said and words in said

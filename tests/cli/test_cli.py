@@ -33,7 +33,7 @@ from tests.support.runs import config_of, once, press_ctrl_c, report_of, same_we
 from tests.support.tiny import make_teacher, run, usual
 
 # 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
-RUN = {"epochs": 1.6, "method": "mc3kd", "finetune_teacher": 0.6}
+RUN = {"epochs": None, "steps": 8, "method": "mc3kd", "finetune_teacher": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def runs(tiny, tmp_path_factory):
 
 
 def opened(tiny, out, **options):
-    """`RunDirectory` of the same options in Python."""
     return RunDirectory(settled(config_of(**usual(tiny, out, **options, out=out))), print)
 
 
@@ -118,8 +117,7 @@ def test_files_that_fastkd_did_not_write_are_never_deleted(tiny, runs, tmp_path)
     (half / "unfinished/checkpoints/notes.txt").write_text("mine")
     opened(tiny, half, **RUN, overwrite=True)
     assert [*half.rglob("notes.txt")] == [half / "unfinished-2/checkpoints/notes.txt"]
-    folder = tmp_path / "folder"
-    folder.mkdir()
+    (folder := tmp_path / "folder").mkdir()
     (folder / "link").symlink_to(kept)
     listed = ("link/notes.txt", "../out/student.old/notes.txt", str(kept / "notes.txt"))
     digest = hashlib.sha256(b"mine").hexdigest()
@@ -143,10 +141,16 @@ def test_the_lock_is_not_its_file(distill, tmp_path):
 
 
 def test_the_best_epoch_is_one_with_a_trained_head(distill, tmp_path):
-    """LRC-BERT's first stage trains layers alone."""
-    output = distill(method="lrc_bert", set="first_stage=0.5", epochs=4, max_train_rows=8)
+    """LRC-BERT's first stage trains layers alone. Its recipe is printed and recorded."""
+    options = {"set": "first_stage=0.5", "epochs": 4, "max_train_rows": 8, "student_layers": 2}
+    output = distill(method="lrc_bert", preset="paper", **options)
     assert output.count("(head not trained yet)") == 2
-    assert [x["best"] for x in report_of(tmp_path / "out")["history"][:3]] == [False, False, True]
+    report = report_of(tmp_path / "out")
+    assert [x["best"] for x in report["history"][:3]] == [False, False, True]
+    assert re.search(r"batch_size +8 +given by you: Distillation Setup: 16\n", output)
+    assert report["recipe"]["given"]["batch_size"]["paper"] == 16
+    card = (tmp_path / "out/student/README.md").read_text()
+    assert "LRC-BERT; deviations: epochs 4 (Distillation Setup: 18); batch_size 8" in card
 
 
 def test_a_nan_loss_stops_with_the_best_student_kept(distill):
@@ -200,7 +204,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
 
 
 def test_resume_wants_the_same_data_and_models(runs, tiny, tmp_path):
-    """Of a run that is complete, too."""
     own = shutil.copytree(tiny, tmp_path / "own")
     for name, place in (("stopped", "unfinished"), ("whole", "student")):
         manifest = shutil.copytree(runs / name, tmp_path / name) / place / MANIFEST
@@ -213,7 +216,7 @@ def test_resume_wants_the_same_data_and_models(runs, tiny, tmp_path):
     rows, words = own / "train.tsv", own / "teacher/tokenizer.json"
     rows.write_text(rows.read_text().replace("film", "a film", 1))
     refused("training rows")
-    refused("training rows", "whole")
+    refused("training rows", "whole")  # it is complete
     shutil.copy(tiny / "train.tsv", rows)
     words.write_text(words.read_text().replace('"film"', '"mlif"'))
     refused("tokenizer files")
@@ -280,15 +283,16 @@ def test_lists_and_mistakes_import_no_torch():
     assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]
     assert config.LABELLED_SHARE == labelled_order.LABELLED_SHARE
     assert command_settings.MEASURES == MEASURES
-    outputs = [CliRunner().invoke(app, words).output for words in ([], ["-h"], ["--help"])]
-    assert len({*outputs}) == 1 and all(command in outputs[0] for command in COMMANDS)
+    first, *others = (CliRunner().invoke(app, words).output for words in ([], ["-h"], ["--help"]))
+    assert [first] * 2 == others and all(command in first for command in COMMANDS)
     assert CliRunner().invoke(app, ["--version"]).output == f"fastkd {fastkd.__version__}\n"
 
 
 def test_the_packaged_teacher_who_is_the_student_too(distill, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(packaged_teacher, "teacher_path", lambda: tiny / "teacher")
     (tmp_path / "out").mkdir()
-    said = distill("--resume", teacher="packaged", student=tiny / "teacher", method="labels")
-    assert "no run to resume; this one begins" in said
-    assert "warning: --student is the teacher" in said
+    given = {"teacher": "packaged", "student": tiny / "teacher", "method": "lrc_bert"}
+    said = distill("--resume", **given, set="first_stage=0.9")
+    assert "no run to resume; this one begins" in said and "warning: --student is the teac" in said
+    assert "beyond the last of 5 steps (at 80%)" in said
     assert report_of(tmp_path / "out")["settings"]["teacher"] == str(tiny / "teacher")

@@ -29,8 +29,8 @@ def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
     with RichDisplay(console) as shown:
         shown.track("soft_targets", 0, 15000).advance(1234, TERMS)
         shown.progress.refresh()
-    line = console.file.getvalue()
-    assert re.search(r"soft_targets.* 1234/15000.*(-:--|\d:\d).* loss 1.2", line)
+    line = r"soft_targets.* 1234/15000.*(-:--|\d:\d).* loss 1.2"
+    assert re.search(line, console.file.getvalue())
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     console = Console(file=io.StringIO(), width=80)
     with RichDisplay(console) as shown:

@@ -35,7 +35,6 @@ def test_all_backends_that_run_are_right():
 
 @pytest.mark.thorough
 def test_the_losses_alone_check_themselves():
-    """With only the packages of the losses installed."""
     extras = "typer rich transformers tokenizers datasets accelerate sklearn scipy pyarrow yaml"
     code = f"import sys; sys.modules.update(dict.fromkeys({extras.split()}))\n"
     code += "from fastkd import __main__; __main__.main()"

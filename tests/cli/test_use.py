@@ -32,7 +32,6 @@ SIZES = {"vocab_size": 17, "num_hidden_layers": 2, "num_attention_heads": 2, "hi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a trained student and its files."""
 
     def make(path):
         make_teacher(path / "teacher")
@@ -169,8 +168,8 @@ def test_numbers_and_texts_without_them(distill, folder, tmp_path):
     assert all(map(math.isfinite, losses.values())) and losses["task"] > 100
     scores = [entry["scores"]["mse"] for entry in report["history"]]
     assert len({*scores}) == 3 and report["student"]["mse"] == min(scores)
-    said = run("evaluate", model=tmp_path / "out/student", data=real, metric="mse")
-    assert f"mse {min(scores):.4g}" in said
+    words = {"model": tmp_path / "out/student", "data": real, "metric": "mse"}
+    assert f"mse {min(scores):.4g}" in run("evaluate", **words)
 
 
 GOOD, BAD, BLANK = ("good film", "pos"), ("bad film", "neg"), ("", None)

@@ -25,11 +25,6 @@ def cache(tmp_path, monkeypatch):
     return path
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny / "teacher")
-
-
 def read(path):
     return Regression().read_labels(data.read_file(path, Columns("sentence"), "--train")).rows
 
@@ -49,9 +44,9 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
     assert reads == ["a.tsv", "a.tsv", "b.tsv"]
 
 
-def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, tokenizer):
+def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tiny, tmp_path, cache):
     rows = read(write_tsv(tmp_path / "a.tsv"))
-    same, other = (AutoTokenizer.from_pretrained(tokenizer.name_or_path) for _ in range(2))
+    tokenizer, same, other = (AutoTokenizer.from_pretrained(tiny / "teacher") for _ in range(3))
     other.add_tokens(["goo"])
     # The first tokenizer is the same though it was used.
     for words, length, made in (
@@ -66,7 +61,7 @@ def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, toke
         assert len([*cache.rglob("cache-*.arrow")]) == made
 
 
-def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cache, tokenizer):
+def test_a_cache_that_cannot_be_used_is_one_sentence(tiny, tmp_path, monkeypatch, cache):
     path, blocked = write_tsv(tmp_path / "a.tsv"), tmp_path / "file"
     arrow = Path(read(path).data.cache_files[0]["filename"])
     whole = arrow.read_bytes()
@@ -79,6 +74,7 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, cach
     with pytest.raises(InputError, match=r"a\.tsv: .*HF_DATASETS_CACHE"):
         read(path)
 
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "teacher")
     full = Exception("No space left on device (os error 28)")  # as tokenizers has it
     monkeypatch.setattr(type(tokenizer), "save_pretrained", mock.Mock(side_effect=full))
     with pytest.raises(SaveFailed, match="No space left"):

@@ -33,7 +33,6 @@ def ready(tiny):
 
 
 def labelled(folder, *words):
-    """Options of rows with these labels."""
     path = write_tsv(folder / f"{'-'.join(map(str, words))}.tsv", label=lambda y: words[y])
     return dict.fromkeys(("train", "evals"), path)
 

@@ -1,9 +1,7 @@
 """Rows of files and of the hub: GLUE's, columns of every task, and classes that are known.
 
-Of drawn tables every kind of file gives the rows, which are known without reading them. A table has
-texts with whatever a format can carry, and labels of every kind. It is written as drawn kinds of
-file, with line ends, a mark of UTF-8, blank lines, other columns, with or without a header, and
-compression. A failure prints the seed (FASTKD_TEST_SEED).
+Of drawn tables every kind of file gives the rows: texts with whatever a format can carry, and
+labels of every kind. A failure prints the seed (FASTKD_TEST_SEED).
 """
 
 import csv
@@ -110,8 +108,7 @@ def test_a_folder_is_read_file_by_file_and_parquet_fills_objects(tmp_path):
     path, talk = tmp_path / "a.parquet", [{"name": "Ada", **says("a film")[0]}, *says("", "b")[1:]]
     datasets.Dataset.from_list([{"messages": talk}]).to_parquet(path)
     assert [[*map(json.loads, x)] for x in rows_of(path, "chat").column("text")] == [talk]
-    folder = tmp_path / "folder"
-    folder.mkdir()
+    (folder := tmp_path / "folder").mkdir()
     for name, text in (("a.txt", "a\n\nb\n"), ("b.jsonl", '{"text": "c"}'), ("notes.md", "no")):
         (folder / name).write_text(text)
     assert rows_of(folder, "causal-lm").texts == ["a", "b", "c"]
@@ -160,9 +157,8 @@ def test_classes_of_two_files(loaded, tmp_path):
         with pytest.raises(InputError, match=words):
             loaded(train, evals, **options)
     hot = rows_of(tmp_path / "a.jsonl", MultiLabel, sets)
-    assert "0 is 'good', 1 is 'bad'" in " ".join(
-        MultiLabel(("good", "bad")).read_labels(hot).notes
-    )
+    notes = MultiLabel(("good", "bad")).read_labels(hot).notes
+    assert "0 is 'good', 1 is 'bad'" in " ".join(notes)
     with pytest.raises(InputError, match="lists of 2 zeros and ones, and the model has 3"):
         MultiLabel(tuple(NAMES)).read_labels(hot)
 
@@ -231,7 +227,6 @@ def hub(monkeypatch, splits):
 
 
 def test_rows_of_the_hub(monkeypatch):
-    """Of GLUE, and of any data set."""
     names = ["train", "validation_matched", "validation_mismatched"]
     rows = declared("enc", premise=["a", "b"], hypothesis=["c", "d"], label=[2, 0])
     splits = dict.fromkeys(names, rows)
@@ -390,7 +385,6 @@ class Table:
         return self.rng.choice([text, text.removesuffix(end)]), numbers[len(head) :]
 
     def cell(self, value):
-        """A value in a table."""
         if self.sets and isinstance(value, list):
             return "|".join(x if isinstance(x, str) else str(int(x)) for x in value)
         return json.dumps(value) if isinstance(value, list | dict) else str(value)
@@ -414,9 +408,8 @@ class Table:
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
     """And a data set of the hub: all of them, or a sample; and a broken row is named."""
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, _, split: datasets.load_from_disk(f"{name}/{split}")
-    )
+    of_disk = datasets.load_from_disk
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, _, split: of_disk(f"{name}/{split}"))
     rng, limit = random.Random(FIRST), csv.field_size_limit()
     for of in (*LABELS, *MORE):
         table, folder = Table(rng, of), tmp_path / of

@@ -43,21 +43,19 @@ def test_rows_and_labels_are_the_servers():
 def test_a_submission(tmp_path, monkeypatch):
     """Of few rows, and constant answers for what was not predicted."""
     few = {name: 3 + i for i, name in enumerate(SERVER)}
-    for name, of in [*glue.FILES.items()]:
-        monkeypatch.setitem(glue.FILES, name, replace(of, rows=few[name]))
+    files = {name: replace(of, rows=few[name]) for name, of in glue.FILES.items()}
+    monkeypatch.setattr(glue, "FILES", files)
     for name, file in FILES.items():
         header = ["index", *(["sentence"] if name == "CoLA" else ["genre", *PAIR])]
         lines = [header, *([str(i), *[x] * (len(header) - 1)] for i, (x, _) in enumerate(SOME))]
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("\n".join(map("\t".join, lines[: 1 + few[name]])) + "\n")
-    models = {
-        "cola": make_teacher(tmp_path / "1", NAMES["CoLA"], 1),
-        "mnli": make_teacher(tmp_path / "2", ENTAILMENT, 1),
-        "stsb": make_teacher(tmp_path / "3", 1, 1, problem_type="regression"),
-    }
-    for task, model in models.items():
-        out = run("predict", model=model, task=task, data=tmp_path / task,
-                  glue=tmp_path / "out", device="cpu")  # fmt: skip
+    for task, classes, kind in (
+        ("cola", NAMES["CoLA"], None), ("stsb", 1, "regression"), ("mnli", ENTAILMENT, None),
+    ):  # fmt: skip
+        model = make_teacher(tmp_path / f"{task} model", classes, 1, problem_type=kind)
+        given = {"model": model, "task": task, "device": "cpu"}
+        out = run("predict", **given, data=tmp_path / task, glue=tmp_path / "out")
         assert all(f"{name}.tsv" in out for name, file in FILES.items() if task in file)
     text = run("predict", glue_zip=tmp_path / "out", out=tmp_path / "glue.zip")
     assert "constant answers for AX, MRPC" in text and "CoLA" not in text
@@ -70,9 +68,8 @@ def test_a_submission(tmp_path, monkeypatch):
             assert [line[0] for line in lines] == [str(i) for i in range(few[name])]
             scores = r"[0-4]\.\d+|5\.0+"
             assert all(x in labels if labels else re.fullmatch(scores, x) for _, x in lines), name
-    single = run("predict", model=models["mnli"], task="mnli", glue=tmp_path / "two",
-                 data=tmp_path / FILES["MNLI-mm"], device="cpu")  # fmt: skip
-    assert "MNLI-mm.tsv" in single and not (tmp_path / "two" / "MNLI-m.tsv").exists()
-    (tmp_path / "two" / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n")
-    words = {"glue_zip": tmp_path / "two", "out": tmp_path / "x.zip"}
-    assert "RTE.tsv has 1 rows" in run("predict", **words, expect=2)
+    two = tmp_path / "two"
+    assert "-mm.tsv" in run("predict", **given, glue=two, data=tmp_path / FILES["MNLI-mm"])
+    assert not (two / "MNLI-m.tsv").exists()
+    (two / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n")
+    assert "RTE.tsv has 1 rows" in run("predict", glue_zip=two, out=two / "x.zip", expect=2)

@@ -58,10 +58,8 @@ def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypa
     )  # fmt: skip
     out, report = tmp_path / "whole", report_of(tmp_path / "whole")
     assert report["rows"]["train"] < 10
-    given, teacher, student = (
-        t.AutoModelForCausalLM.from_pretrained(x).eval()
-        for x in (options["teacher"], out / "teacher", out / "student")
-    )
+    paths = options["teacher"], out / "teacher", out / "student"
+    given, teacher, student = (t.AutoModelForCausalLM.from_pretrained(x).eval() for x in paths)
     base = student_from_teacher(teacher, report["teacher_layers"])
     for name, before, after in (("teacher", given, teacher), ("student", base, student)):
         weights = {key: x.clone() for key, x in before.state_dict().items()}
@@ -73,8 +71,7 @@ def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypa
     assert config.items() >= {"r": 2, "lora_alpha": 4, "base_model_name_or_path": ""}.items()
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
     # The given teacher, not the fine-tuned one.
-    card = (out / "student/adapter/README.md").read_text()
-    assert f"base_model: {options['teacher']}\n" in card
+    assert f"base_model: {paths[0]}\n" in (out / "student/adapter/README.md").read_text()
     # The student's card has the code of its base.
     code = (out / "student/README.md").read_text().split("```python\n")[2].split("```")[0]
     monkeypatch.chdir(out)
