@@ -57,11 +57,9 @@ def opened(tiny, out, **options):
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     """And a step whose parts are compared within themselves only is warned of."""
-    file = tmp_path / "args.yaml"
-    file.write_text(
-        "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
-        "torch_compile_backend: null\ntrain_sampling_strategy: group_by_length\n"
-    )
+    text = "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
+    text += "torch_compile_backend: null\ntrain_sampling_strategy: group_by_length\n"
+    (file := tmp_path / "args.yaml").write_text(text)
     order = mock.Mock(side_effect=fitting.LabelledOrder)
     monkeypatch.setattr(fitting, "LabelledOrder", order)
     options = {"trainer_args": file, "epochs": 1.5, "checkpoint_every": 3, "method": "fcd"}
@@ -75,26 +73,23 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     assert "exclude each other" in distill(accumulate=2, trainer_args=file, expect=2)
 
 
-#: A file of an output, what it holds, options of a run to there, and words of the sentence.
-REFUSED = [
-    *(("new/unfinished/mine.txt", "mine", {option: True}, "new: fastkd did not write")
-      for option in ("resume", "overwrite")),
-    ("file/unfinished", "mine", {"overwrite": True}, "file: fastkd did not write"),
-    ("other/student/model.safetensors", "mine", {"overwrite": True}, "fastkd did not write"),
-    *((f"odd/student/{MANIFEST}", text, {"resume": True}, f"student has no readable {MANIFEST}")
-      for text in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}')),
-    (f"cut/unfinished/{MANIFEST}", '{"run":', {"resume": True}, "json is damaged.*--overwrite"),
-    ("labels/student/notes.txt", "mine", {}, "already holds a student; .*--overwrite"),
-    ("labels/student/notes.txt", "mine", {"overwrite": True}, "holds notes.txt.*move it away"),
-    ("whole/student/notes.txt", "mine", {**RUN, "resume": True, "seed": 1}, "0, now it is 1"),
-    ("whole/student/model.safetensors", "", {**RUN, "resume": True}, "student is damaged .*tens"),
-    ("stopped/unfinished/notes.txt", "mine", {}, "unfinished run.*--resume.*--overwrite"),
-]  # fmt: skip
-
-
 def test_an_output_is_not_replaced_unasked(tiny, runs, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
-    for place, text, options, words in REFUSED:
+    # A file of an output, what it holds, options of a run to there, and words of the sentence.
+    for place, text, options, words in (
+        *(("new/unfinished/mine.txt", "mine", {option: True}, "new: fastkd did not write")
+          for option in ("resume", "overwrite")),
+        ("file/unfinished", "mine", {"overwrite": True}, "file: fastkd did not write"),
+        ("other/student/model.safetensors", "mine", {"overwrite": True}, "fastkd did not write"),
+        *((f"odd/student/{MANIFEST}", text, {"resume": True}, f"student has no readable {MANIFEST}")
+          for text in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}')),
+        (f"cut/unfinished/{MANIFEST}", '{"run":', {"resume": True}, "json is damaged.*--overwrite"),
+        ("labels/student/notes.txt", "mine", {}, "already holds a student; .*--overwrite"),
+        ("labels/student/notes.txt", "mine", {"overwrite": True}, "holds notes.txt.*move it away"),
+        ("whole/student/notes.txt", "mine", {**RUN, "resume": True, "seed": 1}, "0, now it is 1"),
+        ("whole/student/model.safetensors", "", {**RUN, "resume": True}, "student is damaged .*te"),
+        ("stopped/unfinished/notes.txt", "mine", {}, "unfinished run.*--resume.*--overwrite"),
+    ):  # fmt: skip
         path = tmp_path / "runs" / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -234,14 +229,13 @@ def test_too_little_room(distill, runs, tmp_path, monkeypatch):
     assert re.search(said, distill(expect=2)) and not out.exists()
     room[0] = 2**29
     shutil.copytree(runs / "labels", out)
-    broken = RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
+    broken = mock.Mock(side_effect=RuntimeError("[enforce fail at inline_container.cc:664]"))
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: room.__setitem__(0, 0))
-        patch.setattr(torch, "save", mock.Mock(side_effect=broken))
+        patch.setattr(torch, "save", broken)
         message = distill("--overwrite", seed=2, expect=1)
     assert "cannot be saved (No space left on device)" in message and "intact" in message
-    assert same_weights(out, runs / "labels")
-    assert sorted(os.listdir(out)) == ["student", "unfinished"]
+    assert same_weights(out, runs / "labels") and {*os.listdir(out)} == {"student", "unfinished"}
     room[0], said = 2**29, r"cannot be saved \(No space left on device\)"
     full = OSError(errno.ENOSPC, "No space left on device")
     for error in (SafetensorError("No space left (os error 28)"), full):

@@ -21,13 +21,12 @@ from tests.cli.launched import Launch, command
 from tests.support.runs import report_of
 from tests.support.tiny import usual, words_of
 
-TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
-
 
 def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
+    terms = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with RichDisplay(console) as shown:
-        shown.track("soft_targets", 0, 15000).advance(1234, TERMS)
+        shown.track("soft_targets", 0, 15000).advance(1234, terms)
         shown.progress.refresh()
     line = r"soft_targets.* 1234/15000.*(-:--|\d:\d).* loss 1.2"
     assert re.search(line, console.file.getvalue())
@@ -36,7 +35,7 @@ def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
     with RichDisplay(console) as shown:
         track = shown.track("fcd", 10, 100)
         track.advance(20)
-        track.advance(20, TERMS)
+        track.advance(20, terms)
         track.stop()
         assert list(counted("abc", shown, "rows", 3)) == ["a", "b", "c"]
         with contextlib.closing(counted("abc", shown, "cut off", 3)) as items:

@@ -20,7 +20,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import longest
 from fastkd.train.tasks.classification import Classification
 from tests.support.runs import once, report_of
-from tests.support.tiny import make_teacher, run, usual, write_onnx, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, usual, write_onnx, write_tsv
 from tests.train.tasks.through import encoded, told, write_lines
 
 STUDENT, CLASSES = "out/student", ("neg", "pos")
@@ -49,12 +49,9 @@ def folder(tmp_path_factory):
     return once(tmp_path_factory, "use", make)
 
 
-def rows_of(path):
-    return [line.split("\t") for line in path.read_text().splitlines()[1:]]
-
-
 def test_the_student_scores_the_same_everywhere(folder, tmp_path):
-    texts, labels = zip(*rows_of(folder / "test.tsv"), strict=True)
+    rows = (folder / "test.tsv").read_text().splitlines()[1:]
+    texts, labels = zip(*(row.split("\t") for row in rows), strict=True)
     report = report_of(folder / "out")
     expected = report["test"]["student"]["accuracy_test"]
     assert expected > 0.8 and report["teacher"]["accuracy"] > 0.9
@@ -84,7 +81,6 @@ def test_the_student_scores_the_same_everywhere(folder, tmp_path):
 
 
 def test_onnx_files(folder, tmp_path):
-    """One of the student gives the same score; those of something else are refused."""
     words = {"model": folder / STUDENT, "data": folder / "test.tsv", "onnx": tmp_path / "x.onnx"}
     assert "no such file" in run("evaluate", **words, expect=2)
     write_onnx(Classifier.from_pretrained(folder / STUDENT), words["onnx"], "logits")
@@ -94,11 +90,10 @@ def test_onnx_files(folder, tmp_path):
     assert "it has 2 outputs, and --model" in run("predict", **words | {"model": other}, expect=2)
     words["onnx"].write_bytes(b"x")
     assert "can't be loaded" in run("evaluate", **words, expect=2)
-    config = t.BertConfig(**{**SIZES, "vocab_size": 5})
-    spans = "start_logits", "end_logits"
-    for model, outputs, said in (
-        (t.BertForSequenceClassification, ["logits"], "can't be run"),  # it knows fewer tokens
-        (t.BertForQuestionAnswering, spans, "end_logits; it must read"),
+    config = t.BertConfig(**{**SIZES, "vocab_size": 5})  # it knows fewer tokens
+    for model, said, *outputs in (
+        (t.BertForSequenceClassification, "can't be run", "logits"),
+        (t.BertForQuestionAnswering, "end_logits; it must read", "start_logits", "end_logits"),
     ):
         write_onnx(model(config), words["onnx"], *outputs)
         assert said in run("evaluate", **words, expect=2)
@@ -172,23 +167,20 @@ def test_numbers_and_texts_without_them(distill, folder, tmp_path):
     assert f"mse {min(scores):.4g}" in run("evaluate", **words)
 
 
-GOOD, BAD, BLANK = ("good film", "pos"), ("bad film", "neg"), ("", None)
-#: Files, and their output: also a blank row has one, by its number.
-LINES = [
-    ("x.txt", "\ngood film\n\n  \nbad film\n\n",
-     {1: BLANK, 2: GOOD, 3: BLANK, 4: BLANK, 5: BAD, 6: BLANK}),
-    ("x.tsv", "id\ttext\n7\tgood film\n\n8\t \n9\tbad film\n",
-     {2: GOOD, 3: BLANK, 4: BLANK, 5: BAD}),
-    ("x.csv", 'id,text\n7,"bad film"\n\n8,\n9,bad film\n', {2: BAD, 3: BLANK, 4: BLANK, 5: BAD}),
-    ("one.csv", "text\ngood film\n\n\nbad film\n", {2: GOOD, 3: BLANK, 4: BLANK, 5: BAD}),
-    ("x.jsonl", '{"text": "good film"}\n{"text": ""}\n', {1: GOOD, 2: BLANK}),
-    ("bare.csv", "7,good film\n8,bad film\n", {1: GOOD, 2: BAD},
-     {"no_header": True, "text_column": 1}),
-]  # fmt: skip
-
-
 def test_every_row_has_its_line(folder, tmp_path):
-    for name, text, expected, *options in LINES:
+    good, bad, none = ("good film", "pos"), ("bad film", "neg"), ("", None)
+    # Files, and their output: also a blank row has one, by its number.
+    for name, text, expected, *options in (
+        ("x.txt", "\ngood film\n\n  \nbad film\n\n",
+         {1: none, 2: good, 3: none, 4: none, 5: bad, 6: none}),
+        ("x.tsv", "id\ttext\n7\tgood film\n\n8\t \n9\tbad film\n",
+         {2: good, 3: none, 4: none, 5: bad}),
+        ("x.csv", 'id,text\n7,"bad film"\n\n8,\n9,bad film\n', {2: bad, 3: none, 4: none, 5: bad}),
+        ("one.csv", "text\ngood film\n\n\nbad film\n", {2: good, 3: none, 4: none, 5: bad}),
+        ("x.jsonl", '{"text": "good film"}\n{"text": ""}\n', {1: good, 2: none}),
+        ("bare.csv", "7,good film\n8,bad film\n", {1: good, 2: bad},
+         {"no_header": True, "text_column": 1}),
+    ):  # fmt: skip
         (tmp_path / name).write_text(text)
         out = tmp_path / f"{name}.jsonl"
         rows = told(folder / STUDENT, tmp_path / name, out, **dict(*options))
@@ -218,7 +210,7 @@ def test_columns_and_length_are_those_of_the_training(folder, tmp_path):
     for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
         (model / "fastkd.json").write_text(manifest)
         assert run("predict", **words) == at_32
-    lines = [f"{text}\tthe film\t{'np'.index(y[0])}" for text, y in rows_of(folder / "dev.tsv")]
+    lines = [f"{text}\tthe film\t{y}" for text, y in sentences(20, 1)]
     data = words["data"] = tmp_path / "pairs.tsv"
     data.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
@@ -235,10 +227,8 @@ def test_a_marker_runs_no_code(tiny, tmp_path, monkeypatch):
     """Only --task imports a class: a cloned model may lie in the working directory."""
     monkeypatch.chdir(tmp_path)
     model, ran = shutil.copytree(tiny / "teacher", tmp_path / "a-model"), tmp_path / "ran"
-    (model / "task.py").write_text(
-        "from fastkd.train.tasks.classification import Classification as Mine\n"
-        f"open({str(ran)!r}, 'w')\n"
-    )
+    code = "from fastkd.train.tasks.classification import Classification as Mine\n"
+    (model / "task.py").write_text(f"{code}open({str(ran)!r}, 'w')\n")
     words = {"model": model, "data": tiny / "dev.tsv"}
     for name in ("a-model.task:Mine", "task", "..models"):
         (model / "fastkd.json").write_text(json.dumps({"task": name}))

@@ -49,9 +49,8 @@ def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tiny, tmp_path, cache
     tokenizer, same, other = (AutoTokenizer.from_pretrained(tiny / "teacher") for _ in range(3))
     other.add_tokens(["goo"])
     # The first tokenizer is the same though it was used.
-    for words, length, made in (
-        (tokenizer, 16, 1), (tokenizer, 16, 1), (tokenizer, 5, 2), (same, 16, 2), (other, 16, 3),
-    ):  # fmt: skip
+    given = (tokenizer, 16, 1), (tokenizer, 16, 1), (tokenizer, 5, 2), (same, 16, 2), (other, 16, 3)
+    for words, length, made in given:
         tokens = Encoder(words, length, Regression())(rows)
         lists = words(rows.texts, truncation=True, max_length=length)
         assert list(tokens.tokens["input_ids"]) == lists["input_ids"]

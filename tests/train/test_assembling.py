@@ -147,12 +147,11 @@ def test_students_of_another_length_or_family(ready, tiny, tmp_path):
         assert f"--max-length {length}: the {who} reads no more tokens" in run.display.lines
     assert models.max_length == 16 and run.sets.train.lengths.max() <= 16
     # A decoder without padding token, and a student without segments.
-    gpt2 = shutil.copytree(tiny / "teacher", tmp_path / "gpt2")
-    config = t.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    t.GPT2ForSequenceClassification(config).save_pretrained(gpt2)
-    config = t.DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
-    t.DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
-    for options in ({"teacher": gpt2, "method": "lrkd"}, {"student": tmp_path / "student"}):
+    gpt2, student = shutil.copytree(tiny / "teacher", tmp_path / "gpt2"), tmp_path / "student"
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for config, path in ((t.GPT2Config(**sizes), gpt2), (t.DistilBertConfig(**sizes), student)):
+        t.AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    for options in ({"teacher": gpt2, "method": "lrkd"}, {"student": student}):
         run, models = ready(**{"method": "knn", **options})
         batch = next(run.sets.train.batches(run.sets.collate, 8))
         models.distiller.prepare([batch])

@@ -41,7 +41,6 @@ def test_rows_and_labels_are_the_servers():
 
 
 def test_a_submission(tmp_path, monkeypatch):
-    """Of few rows, and constant answers for what was not predicted."""
     few = {name: 3 + i for i, name in enumerate(SERVER)}
     files = {name: replace(of, rows=few[name]) for name, of in glue.FILES.items()}
     monkeypatch.setattr(glue, "FILES", files)

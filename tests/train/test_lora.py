@@ -43,10 +43,7 @@ def test_adapters_change_nothing_and_all_of_a_classifiers_head_learns(name, conf
 
 
 def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypatch):
-    """Those of both; the student writes in half of its steps, on packed rows.
-
-    The teacher has five steps, and its adapters are merged into the saved teacher.
-    """
+    """Those of both; the student writes in half of its steps, on packed rows."""
     train, evals = (write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2))
     options = {
         "task": "chat", "train": train, "eval": evals, "method": "soft_targets",
@@ -70,9 +67,8 @@ def test_adapters_learn_are_saved_beside_their_sum_and_resume(tmp_path, monkeypa
     config = read_json(out / "student/adapter/adapter_config.json")
     assert config.items() >= {"r": 2, "lora_alpha": 4, "base_model_name_or_path": ""}.items()
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
-    # The given teacher, not the fine-tuned one.
     assert f"base_model: {paths[0]}\n" in (out / "student/adapter/README.md").read_text()
-    # The student's card has the code of its base.
+    # The student's card has the code of its base, which is made of the given teacher.
     code = (out / "student/README.md").read_text().split("```python\n")[2].split("```")[0]
     monkeypatch.chdir(out)
     exec(code, made := {})

@@ -20,20 +20,18 @@ from fastkd.train.tasks.regression import Regression, useless_numbers
 from fastkd.train.tasks.token_classification import TASK, entities, is_marked, precision_recall_f1
 from tests.support.tiny import WORDS
 
-# True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.
-RECORDED = [
-    ("B-A O O I-B O B-A", "B-A I-B B-B I-B O B-A", 0.5, 0.666667, 0.571429),
-    ("E-A E-B E-A E-A E-A O I-B O S-A", "E-A E-B E-A O E-A E-A S-A B-A B-B",
-     0.5, 0.571429, 0.533333),
-    ("I-A E-B B-B S-B B-A B-B", "I-A E-A B-B S-B I-A I-A", 0.5, 0.333333, 0.4),
-    ("S-A O O I-B I-B", "O O O B-B I-B", 1, 0.5, 0.666667),
-    ("I-A B-A S-B E-B O O I-A S-B O", "B-A B-A S-A E-B O O E-B S-B I-B",
-     0.571429, 0.666667, 0.615385),
-]  # fmt: skip
-
 
 def test_scores_of_entities_are_those_of_seqeval():
-    for true, found, *expected in RECORDED:
+    # True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.
+    for true, found, *expected in (
+        ("B-A O O I-B O B-A", "B-A I-B B-B I-B O B-A", 0.5, 0.666667, 0.571429),
+        ("E-A E-B E-A E-A E-A O I-B O S-A", "E-A E-B E-A O E-A E-A S-A B-A B-B",
+         0.5, 0.571429, 0.533333),
+        ("I-A E-B B-B S-B B-A B-B", "I-A E-A B-B S-B I-A I-A", 0.5, 0.333333, 0.4),
+        ("S-A O O I-B I-B", "O O O B-B I-B", 1, 0.5, 0.666667),
+        ("I-A B-A S-B E-B O O I-A S-B O", "B-A B-A S-A E-B O O E-B S-B I-B",
+         0.571429, 0.666667, 0.615385),
+    ):  # fmt: skip
         for marks in ({}, {"S-": "U-", "E-": "L-"}, {"I-": "M-"}):  # BILOU and BMES
             rows = [found, true]
             for old, new in marks.items():
