@@ -65,8 +65,7 @@ test-compiled: $(VENV)/installed
 
 # Of those tests a few of each kernel, with one set of parameters each, by half as many processes as
 # cores; and the tests of tools/ptx, which run here only.
-CHOSEN := block_edges or cold or labels_in or same_bits or small_rests or six_layers or rows_of_many \
-  or ptx
+CHOSEN := block_edges or cold or small_rests or six_layers or rows_of_many or ptx
 compiled: $(VENV)/bytecode
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
 	  -p tools.spread -m "not thorough" -k "($(CHOSEN)) and not (compil or graph or sizes)" \
