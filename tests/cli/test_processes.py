@@ -50,7 +50,7 @@ RUNS: dict[str, dict] = {
     }.items()},
 }  # fmt: skip
 STOPPED = {"checkpoint_every": 2, "method": "lrkd", "epochs": 2}  # four steps
-# How the last command ends, and what is said of it.
+# Methods of tests.cli.launched that end the last command in its third step, and words it prints.
 ENDINGS = {
     "Dies": "\nError: another process of this run has ended",
     "StopsTheLauncher": "--resume continues the run",

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import os
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +37,14 @@ def prepare() -> None:
 
 @functools.cache
 def _prepare() -> None:
+    import triton
+
     _leave_out_overflow()
     _replace_language_once()
     _convert_operands_once()
     _describe_types_once()
     _round_bfloat16()
-    if Version(metadata.version("triton")) >= Version("3.9"):
+    if Version(triton.__version__) >= Version("3.9"):
         _repair_comparisons()
 
 
