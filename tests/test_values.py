@@ -21,7 +21,8 @@ CASES = [
     for backend in fuzz.backends(name)
 ]
 
-SHARES = dict.fromkeys(fuzz.FUNCTIONS, 1) | {"gathered": 6}  # which draws one of eight losses
+# `gathered` draws one of eight losses; what items do to each other in `cca` is seldom seen.
+SHARES = dict.fromkeys(fuzz.FUNCTIONS, 1) | {"gathered": 6, "cca": 4}
 
 
 @pytest.mark.parametrize(("file", "runs_on"), rows("examples", "reference"))
