@@ -77,8 +77,8 @@ def random_knn(draw: Draw) -> Case:
         tolerance = draw.pick([tolerance, 2, 2**63])
     elif kind == "tenths" and tolerance is not None:  # of another dtype than the students'
         dtype = draw.pick([torch.float32, torch.float64])
-        labels, bank_labels = (labels + 10).to(dtype) / 10, (bank_labels + 10).double() / 10
-        tolerance = 0.1
+        least, tolerance = draw.pick([(10, 0.1), (-8, 0.5)])
+        labels, bank_labels = (labels + least).to(dtype) / 10, (bank_labels + least).double() / 10
     elif kind == "small":  # where −100 is 156
         labels, bank_labels = labels.to(torch.uint8), bank_labels.to(torch.int32)
     elif kind == "bool" and tolerance is None:
@@ -159,6 +159,10 @@ def random_knn_module(draw: Draw) -> Case:
         **rule, pool=pool, reduction=reduction,
     )  # fmt: skip
     labels, mask = draw.labels(B), draw.mask(B, N)
+    bank_labels, bank_mask, given = labels, mask, {"labels": labels}
+    if draw.chance(0.3):  # a bank of other samples, whose tokens are all real
+        bank_labels, bank_mask = draw.labels(B + 1), torch.ones(B + 1, N, dtype=torch.bool)
+        given["teacher_labels"] = bank_labels
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
         def projected(x: Tensor) -> Tensor:
@@ -168,15 +172,18 @@ def random_knn_module(draw: Draw) -> Case:
 
         if pool == "tokens":
             student = torch.where(mask[..., None], projected(student), 0).flatten(1)
-            teacher = torch.where(mask[..., None], teacher, 0).flatten(1)
+            teacher = torch.where(bank_mask[..., None], teacher, 0).flatten(1)
         else:
             student = projected(oracles.pooled(student, mask, pool))
-            teacher = oracles.pooled(teacher, mask, pool)
-        losses = nearest(student, teacher, labels, labels, **rule)
+            teacher = oracles.pooled(teacher, bank_mask, pool)
+        losses = nearest(student, teacher, labels, bank_labels, **rule)
         divisor = (labels != ignored).sum().clamp_min(1) if reduction == "mean" else 1
         return losses.sum() / divisor
 
-    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=0.0, labels=labels)
+    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=0.0, **given)
+    if bank_labels is not labels:
+        case.given, case.masked = {"teacher": draw.features(B + 1, N, D_t)}, ("student",)
+    return case
 
 
 def random_class_similarity(draw: Draw) -> Case:
@@ -255,6 +262,9 @@ def edges_of_search(backend: str, readable: Callable[[Tensor], bool]) -> Iterato
     yield "ties", call, zeros(3, 2), 2.0, torch.tensor([[1.0, -1.0], [0, 0], [1.0, -1.0]]), 0.0
     call = loss(bank, zeros(3), torch.tensor([0.0, 0.4, 0.3, 0.2, 0.1]), tolerance=0.5)
     yield "ties across labels", call, zeros(3, 2), 1.5, torch.tensor([0.0, -1.0]), 0.0
+    tenths = torch.tensor([-0.8, -0.3], dtype=torch.float64)  # −0.8 + 0.5 is below −0.3
+    call = loss(bank[:1], tenths[:1], tenths[1:], tolerance=0.5)
+    yield "a label at the tolerance", call, zeros(1, 2), 2.0, torch.tensor([-2.0, 0.0]), 0.0
     # More ties than the list of candidates holds.
     many, first = torch.cat([2 * torch.eye(40)[:20], torch.eye(40), torch.eye(40)[:30]]), zeros(40)
     first[:2] = -2 / 40
@@ -282,10 +292,11 @@ def edges_of_search(backend: str, readable: Callable[[Tensor], bool]) -> Iterato
     # More rows than candidates, apart by less than the rounding error of a product.
     if backend != "triton":  # whose test of near duplicates is smaller
         centres = 30 * torch.randn(4, 64)
-        near = [centres.repeat(n, 1) + 1e-4 * torch.randn(4 * n, 64) for n in (15, 80)]
-        wanted = value_and_grad(nearest, *(x.double() for x in near), zeros(60), zeros(320), 1)
-        call = loss(near[1], zeros(60), zeros(320), reduction="none")
-        yield "near duplicates", call, near[0], *wanted, 0.0
+        for n, m in ((60, 320), (12, 80)):  # by a search, and of all pairs
+            s, t = (centres.repeat(k // 4, 1) + 1e-4 * torch.randn(k, 64) for k in (n, m))
+            wanted = value_and_grad(nearest, s.double(), t.double(), zeros(n), zeros(m), 1)
+            call = loss(t, zeros(n), zeros(m), reduction="none")
+            yield f"{n} near duplicates", call, s, *wanted, 0.0
     # A far row of the bank costs the others no digits.
     far, zero = torch.randn(20, 5), (zeros(6), zeros(20))
     far[3] = 1e19

@@ -218,12 +218,13 @@ def gathered(draw: Draw) -> str | None:
     ends = [0, *itertools.accumulate(counts)]
     # Rows of unlike lengths are padded; `AcrossRanks` needs rows of one length, samples first.
     across = draw.chance(0.3) and arguments(*data)[0][0] is student
-    # KNN over tokens divides by the padded width.
-    trimmed = not across and draw.chance(0.5) and loss.keywords.get("pool") != "tokens"
+    trimmed = not across and draw.chance(0.5)
+    # KNN over tokens divides by the longest width.
+    whole_one = world if loss.keywords.get("pool") != "tokens" else draw.pick(range(world))
 
     def each(rank: int) -> list[Tensor]:
         own = [x[ends[rank] : ends[rank + 1]] for x in data]
-        if trimmed:
+        if trimmed and rank != whole_one:
             length = max([1, *(1 + own[2].any(0).nonzero().flatten()).tolist()])
             own[:3] = (x[:, :length] for x in own[:3])
         whole = AcrossRanks(made(loss, dtype)) if across else made(loss, dtype, gather=True)
