@@ -306,36 +306,47 @@ def random_cca_memory(draw: Draw) -> str | None:
     n, processes = draw.pick([3, 20, 60, "auto"]), draw.pick([1, 1, 1, 2])
     if n == "auto" and draw.chance(0.5):  # it is less than three steps have
         D_s, D_t = draw.pick([1, 2]), 1
-    module = fastkd.CCALoss(ridge, memory=n, persistent=True)
+    module, layers = fastkd.CCALoss(ridge, memory=n, persistent=True), draw.pick([1, 1, 2])
     n = max(3 * (D_s + D_t) - processes * rows, 0) if n == "auto" else n
-    s, t, w = torch.zeros(0, D_s).double(), torch.zeros(0, D_t).double(), torch.zeros(0).double()
+    large = draw.pick([1, cca_solver.LARGE_ITEM])  # whose items a CPU solves one by one
+    s, t, w = draw.normal(layers, 0, D_s), draw.normal(layers, 0, D_t), draw.normal(0)
+
+    def of_layers(student: Tensor, teacher: Tensor, loss: Callable[..., Tensor]) -> Tensor:
+        return loss(list(student[:, None]), list(teacher[:, None]))
+
     for step in range(3):
-        student, teacher = draw.normal(rows, D_s), draw.normal(rows, D_t)
+        student, teacher = draw.normal(layers, rows, D_s), draw.normal(layers, rows, D_t)
         leaf, exact, lost = (student.clone().requires_grad_() for _ in range(3))
         if draw.chance(0.3):
-            lost.data[0, 0] = torch.nan
-            if not module(lost[None], teacher[None]).isnan():
+            pair = lost, teacher.clone()
+            draw.pick(pair).detach()[:, 0, 0] = torch.nan
+            if not of_layers(*pair, module).isnan():
                 return f"step {step}: a number"
-            module(student[None], teacher[None])
-            module.eval()(leaf[None], teacher[None])
+            of_layers(student, teacher, module)
+            of_layers(leaf, teacher, module.eval())
             module.train()
         if draw.chance(0.3):
             module, before = copy.deepcopy(module), module
             if draw.chance(0.5):
-                module.reset_parameters()
+                if draw.chance(0.5):  # what a Module has stored is replaced
+                    of_layers(2 * exact, teacher, module)
+                else:
+                    module.reset_parameters()
                 module.load_state_dict(before.state_dict())
-        call = module
+        call = of_layers
         if draw.chance(0.3):
-            call = functools.partial(checkpoint, module, use_reentrant=draw.chance(0.5))
+            call = functools.partial(checkpoint, of_layers, use_reentrant=draw.chance(0.5))
         with (
             mock.patch.object(cca, "ranks_of", lambda *_: Twice() if processes > 1 else None),
             mock.patch.object(cca_solver, "moments_are_less", lambda *_: True),
+            mock.patch.object(cca_solver, "LARGE_ITEM", large),
         ):
-            loss = call(leaf[None], teacher[None])
+            loss = call(leaf, teacher, module)
             loss.backward()
-        s, t = torch.cat([s, *[exact] * processes]), torch.cat([t, *[teacher] * processes])
+        s, t = torch.cat([s, *[exact] * processes], 1), torch.cat([t, *[teacher] * processes], 1)
         w = torch.cat([w, w.new_ones(processes * rows)])
-        wanted = correlation(s, t, w >= 0, ridge, None, weights=w)
+        each = [correlation(*x, w >= 0, ridge, None, weights=w) for x in zip(s, t, strict=True)]
+        wanted = torch.stack(each).mean()
         wanted.backward()
         if abs(loss.item() - wanted.item()) > 1e-6 * max(1, min(D_s, D_t)):
             return f"step {step}, memory {n}: {loss.item()} for {wanted.item()}"
@@ -412,6 +423,10 @@ def edges(backend: str) -> Iterator[tuple]:
         x[1, 2, 0] = found[1] = torch.nan
         of_each = fastkd.canonical_correlations
         yield "correlations of NaN", lambda s: of_each(x, y) + 0 * s.sum(), y, found, ...
+        two, rest = torch.randn(9, 2), torch.randn(9, 3)
+        wanted = torch.nn.functional.pad(of_each(two, rest), (0, 1))
+        three = torch.cat([two, two @ torch.tensor([[0.3], [0.7]])], 1)
+        yield "of a sum of features", lambda s: of_each(s, rest) + 0 * s.sum(), three, wanted, ...
 
 
 def growing() -> dict[str, tuple]:
