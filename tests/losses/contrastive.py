@@ -218,6 +218,8 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "zeros", lambda s: loss(s, y), 0 * x, 2.0, 0.0
     yield "zero teacher", lambda s: loss(s, 0 * y), x, 2.0, 0.0
     yield "no features", lambda s: loss(s, y[..., :0]), x[..., :0], 2.0, 0.0
+    pooled = functools.partial(fastkd.CosNCELoss(6, 6, "cls"), teacher=y[:, :0])
+    yield "no tokens", pooled, x[:, :0], 0.0, 0.0
     with torch.inference_mode():
         bank = torch.randn(5, 3, 6)
     yield "a bank of inference mode", lambda s: loss(s, y, negatives=bank), x, None, None

@@ -11,7 +11,7 @@ from torch import Tensor
 import fastkd
 from fastkd.losses.projection import REDUCTIONS
 from tests.support import oracles
-from tests.support.draw import BATCH, LENGTH, ROUNDINGS, WIDTH, Case, Draw, module_case
+from tests.support.draw import BATCH, LENGTH, ROUNDINGS, WIDTH, Case, Draw, module_case, poisoned
 from tests.support.subject import D_S, D_T, Subject, function_of, of_module
 
 
@@ -108,16 +108,20 @@ def random_dual_projection(draw: Draw) -> Case:
     gamma, reduction = draw.pick([0.3, 0.0, 0.8]), draw.pick(REDUCTIONS)
     kind = functools.partial(fastkd.DualProjectionLoss, D_s, D_t, layers, orthogonal=orthogonal)
     module = moved(draw, draw.module(kind, gamma=gamma, reduction=reduction))
-    mask = draw.mask(B, N)
-    samples = max(int(mask.any(1).sum()), 1)
+    mask = of_teacher = draw.mask(B, N)
+    options = {}
+    if draw.chance(0.3):  # a teacher of another tokenizer
+        of_teacher = draw.mask(B, draw.size())
+        options["teacher_mask"] = of_teacher
+    real = mask.any(1) & of_teacher.any(1)
+    samples = max(int(real.sum()), 1)
     to_t, to_s = (
         {"mean": samples * D, "batchmean": samples, "sum": 1}[reduction] for D in (D_t, D_s)
     )
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
-        h_s, h_t = (oracles.pooled(x, mask, "mean") for x in (student, teacher))
-        real = mask.any(1)
-        h_s, h_t = h_s[real], h_t[real]
+        sides = (student, mask), (teacher, of_teacher)
+        h_s, h_t = (oracles.pooled(*side, "mean")[real] for side in sides)
         of_s, of_t = (
             [x for name, x in parameters.items() if name.startswith(side)]
             for side in ("student", "teacher")
@@ -127,7 +131,11 @@ def random_dual_projection(draw: Draw) -> Case:
         return gamma * spl + (1 - gamma) * tpl
 
     scale = {"mean": 1.0, "batchmean": max(D_s, D_t), "sum": samples * max(D_s, D_t)}[reduction]
-    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=float(scale))
+    sizes = B, N, D_s, D_t
+    case = module_case(draw, module, oracle, sizes, mask, scale=float(scale), **options)
+    if options:
+        x = draw.features(*of_teacher.shape, D_t)
+        case.given, case.masked = {"teacher": poisoned(x, of_teacher)}, ("student",)
     return dataclasses.replace(case, roundings=ROUNDINGS * layers)
 
 
