@@ -15,9 +15,9 @@ from fastkd import Divergence
 from fastkd._core.products import HALF, multiplied_in_half
 from fastkd.lm.divergences import NAMES
 from fastkd.lm.heads import LowRank
-from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.lm.soft_targets import DIVERGENCES, MAIN_TERMS, REDUCTIONS
 from fastkd.lm.targets import OF_WHOLE_MASS
-from tests.support.compare import TOLERANCE
+from tests.support.compare import TOLERANCE, value_and_grad
 from tests.support.draw import OF_HEADS, SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, B, Subject, function_of, of_module
@@ -47,6 +47,8 @@ def between(p_s, p_t, log_s, log_t, divergence: str | Divergence) -> Tensor:
         return forward
     if of.name == "reverse_kl":
         return reverse
+    if of.name == "js" and of.beta == 0:
+        return forward
     if of.name == "js":
         beta = of.beta
         log_m = log_mixture(p_t, p_s, beta)
@@ -284,7 +286,7 @@ def task_losses(student: Tensor, labels: Tensor, smoothing, z_loss, weights) -> 
 
 
 def _any_divergence(draw: Draw) -> str | Divergence:
-    share = draw.pick([0.1, 0.3, 0.5, 0.9, 1e-30, 1e-4, 0.999])
+    share = draw.pick([0.1, 0.3, 0.5, 0.9, 1e-30, 1e-4, 0.999, 0.0])
     plain = ["forward_kl", "reverse_kl", "js"]
     names = [name for name in NAMES if name not in (*plain[:2], "adaptive_kl")]
     objects = [Divergence(name, beta=share, skew=share, mix=share, rate=share) for name in names]
@@ -308,7 +310,8 @@ def random_rows(draw: Draw, mask: Tensor) -> Tensor | None:
     kept = mask.nonzero()[:, 0]
     if draw.chance(0.6) or not len(kept):
         return None
-    return kept[torch.randint(len(kept), mask.shape, generator=draw.generator)]
+    rows = kept[torch.randint(len(kept), mask.shape, generator=draw.generator)]
+    return rows.masked_fill(~mask, -1)
 
 
 def random_task(
@@ -422,7 +425,8 @@ class RandomTeacher:
         # A server's may not add up.
         log_probs = log_probs.to(draw.dtype) * draw.pick([1.0, 1.0, 0.99])
         if K > 1 and draw.chance(0.3):  # an entry that pads a row
-            self.known, log_probs[:, -1], ids[:, -1] = K - 1, -torch.inf, ids[:, 0]
+            self.known, log_probs[:, -1] = K - 1, -torch.inf
+            ids[:, -1] = ids[:, 0] if draw.chance(0.5) else draw.pick([-1, V])
         return fastkd.TopK(ids, log_probs, draw.pick(["bucket", "renormalise"]))
 
     def stored(self, unread: Tensor) -> fastkd.TopK:
@@ -634,11 +638,15 @@ def examples(backend: str) -> Iterator[tuple]:
     # m = (3/8, 1/4, 3/8): both halves are ¼·log(2/3) + ½·log(4/3).
     yield "JS", value(*three, "js"), 0.25 * log(2 / 3) + 0.5 * log(4 / 3)
     # In the teacher's order .35, .30, .20, .15 the second already passes one half: the head is
-    # the last token alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1.
-    p_s, p_t = [0.1, 0.3, 0.2, 0.4], [0.15, 0.2, 0.3, 0.35]
-    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
-    reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
-    yield "adaptive KL", value(p_s, p_t, "adaptive_kl"), (0.05 * forward + 0.25 * reverse) / 0.3
+    # the last token alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1. Of four equal tokens
+    # the first two are just one half: 0 + 0.15, and 0.05 + 0.2.
+    for p_s, p_t, w in (
+        ([0.1, 0.3, 0.2, 0.4], [0.15, 0.2, 0.3, 0.35], 0.05 / 0.3),
+        ([0.25, 0.4, 0.3, 0.05], [0.25, 0.25, 0.25, 0.25], 0.15 / 0.4),
+    ):
+        forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
+        reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
+        yield "adaptive KL", value(p_s, p_t, "adaptive_kl"), w * forward + (1 - w) * reverse
     two = [0.5, 0.5], [0.75, 0.25]
     forward = 0.75 * log(3 / 2) + 0.25 * log(1 / 2)
     reverse = 0.5 * log(2 / 3) + 0.5 * log(2)
@@ -654,6 +662,8 @@ def examples(backend: str) -> Iterator[tuple]:
             0.2 * (0.75 * log(0.75 / 0.55) + 0.25 * log(0.25 / 0.45))
             + 0.8 * (0.5 * log(0.5 / 0.55) + 0.5 * log(0.5 / 0.45)),
         ),
+        (Divergence("js", beta=0.0), forward),
+        (Divergence("js", beta=1.0), reverse),
         (Divergence("mixed", mix=0.25), 0.25 * forward + 0.75 * reverse),
     ):
         yield str(divergence), value(*two, divergence), expected
@@ -733,6 +743,11 @@ def edges(backend: str) -> Iterator[tuple]:
     linear, state = function_of("linear_soft_target_loss", backend), torch.zeros(1, 2)
     call = functools.partial(linear, teacher_hidden=state, teacher_head=head)
     yield "no features", lambda s: call(s, zeros), row[:, :0], 0.0, 0.0
+    if backend != "reference":  # whose 0·∞ is NaN
+        without = fastkd.Head(head, torch.zeros(5).index_fill(0, torch.tensor(4), -inf))
+        task = {"soft_weight": 0.0, "task": fastkd.CrossEntropy(torch.tensor([1]))}
+        terms = functools.partial(call, student_head=without, return_terms=MAIN_TERMS, **task)
+        yield "terms alone", lambda s: terms(s)[0] + terms(s)[1]["entropy"], row, None, None
     yield from edges_of_rests(backend)
     yield from edges_of_drafts(linear)
 
@@ -778,9 +793,16 @@ def edges_of_rests(backend: str) -> Iterator[tuple]:
     yield "no rest of the student", lambda s: call(s, vocabulary=few), x[:, :3], inf, ...
     js = functools.partial(call, divergence="js")
     yield "JS, no rest of the student", lambda s: js(s, vocabulary=few), x[:, :3], None, None
+    longer = {"vocabulary": dataclasses.replace(few, student_size=9), "unmatched": "sorted"}
+    wanted = value_and_grad(of_match, x[:, :9].double(), y.double(), *longer.values(), 2.0, "js")
+    longer |= {"temperature": 2.0, "scale_by_t2": False, "reduction": "none"}
+    yield "a longer rest", functools.partial(js, **longer), x[:, :9], *wanted
     three, impossible = dataclasses.replace(few, student_size=50), x.clone()
     impossible[:, 3:] = -inf
     yield "JS, an impossible rest", lambda s: js(s, vocabulary=three), impossible, None, None
+    some = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    each = functools.partial(loss, teacher_logits=y, mask=some, reduction="none")
+    yield "divided by no position", lambda s: (each(s) / some).nansum(), x, None, None
     # An infinite loss times 0 is NaN, as documented; the finite gradient times 0 is 0.
     once = functools.partial(loss, teacher_logits=row, weights=torch.zeros(1))
     zero = 0.0 if backend != "reference" else ...
