@@ -86,6 +86,8 @@ FUNCTIONS = {
 }
 plain = functools.partial(fastkd.relation_loss, distance="kl")
 FUNCTIONS["relation_loss, plain autograd"] = plain, FUNCTIONS["relation_loss"][1]
+of_classes = [torch.randn(4, 3).double()], [torch.tensor([0, 1, 0, 1])], {}
+FUNCTIONS["intra_class_similarity"] = fastkd.intra_class_similarity, of_classes
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

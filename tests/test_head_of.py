@@ -106,8 +106,10 @@ def test_adapters_without_a_separate_product():
     """Switched off, merged, and a head in PEFT's `modules_to_save`."""
     off, merged = lora(), lora()
     merged.merge_adapter()
-    saved = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    for model in (off, merged, saved):
+    saved, second = (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]) for _ in "ab")
+    second.add_adapter("second", second.peft_config["default"])
+    second.set_adapter("second")
+    for model in (off, merged, second, saved):
         with off.disable_adapter():
             head, *_ = checked(model)
         assert not head.low_rank

@@ -134,7 +134,8 @@ def edges(backend: str) -> Iterator[tuple]:
         yield name, root, a.bfloat16() if name == "bfloat16" else a, wanted, None
     # A ridge below float32's rounding is no rounding error.
     call, wanted = functools.partial(call, ridge=1e-8), torch.tensor([1.0, 1e4]).diag()
-    yield "a small ridge", call, torch.tensor([1.0, 0.0]).diag(), wanted, None
+    gradient = torch.tensor([[-0.5, -1e4 / 1.0001], [-1e4 / 1.0001, -5e11]])
+    yield "a small ridge", call, torch.tensor([1.0, 0.0]).diag(), wanted, gradient
 
 
 def growing() -> dict[str, tuple]:
