@@ -47,6 +47,7 @@ DIVIDING: dict[str, Any] = {
     "fastkd.losses.neighbours.SMALL_PROBLEM": 0,
     "fastkd.kernels.contrastive.ROWS_PER_SUM": 16,
     "fastkd.kernels.knn.BANK_TO_SORT": 1,
+    "fastkd.kernels.pointers.LAYERS_PER_LAUNCH": 2,
     "fastkd.kernels.knn.FAR_APART": 1,
     "fastkd.kernels.knn.FEATURES_TO_SPLIT": 8,
     "fastkd.kernels.knn.MOST_BYTES_TO_COPY": 0,
