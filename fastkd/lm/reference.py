@@ -191,8 +191,8 @@ def sorted_distance(s: Tensor, t: Tensor) -> Tensor:
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
     """log(weight·p + (1 − weight)·q)."""
-    if weight in (0, 1):
-        return log_p if weight else log_q
+    if weight == 1:
+        return log_p + 0 * log_q.exp()  # a backward pass needs a function of both
     # In a backward pass the logarithm of 0 + 0 would be NaN.
     neither = (log_p == -torch.inf) & (log_q == -torch.inf)
     log_p, log_q = (x.masked_fill(neither, 0) for x in (log_p, log_q))

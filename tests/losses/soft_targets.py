@@ -43,12 +43,14 @@ def between(p_s, p_t, log_s, log_t, divergence: str | Divergence) -> Tensor:
 
     of = Divergence(divergence) if isinstance(divergence, str) else divergence
     forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
-    if of.name == "forward_kl":
-        return forward
-    if of.name == "reverse_kl":
-        return reverse
-    if of.name == "js" and of.beta == 0:
-        return forward
+    # A mixture's logarithm loses what is below the least number; plain ones don't.
+    plain = {"forward_kl": forward, "reverse_kl": reverse, "js 0": forward, "js 1": reverse,
+             "mixed 0": reverse, "mixed 1": forward, "skew_kl 0": forward,
+             "skew_reverse_kl 0": reverse}  # fmt: skip
+    coefficient = {"js": of.beta, "mixed": of.mix}.get(of.name, of.skew)
+    for name in (of.name, f"{of.name} {coefficient:g}"):
+        if name in plain:
+            return plain[name]
     if of.name == "js":
         beta = of.beta
         log_m = log_mixture(p_t, p_s, beta)
@@ -286,7 +288,7 @@ def task_losses(student: Tensor, labels: Tensor, smoothing, z_loss, weights) -> 
 
 
 def _any_divergence(draw: Draw) -> str | Divergence:
-    share = draw.pick([0.1, 0.3, 0.5, 0.9, 1e-30, 1e-4, 0.999, 0.0])
+    share = draw.pick([0.1, 0.3, 0.5, 0.9, 1e-30, 1e-4, 0.999, 0.0, 1.0])
     plain = ["forward_kl", "reverse_kl", "js"]
     names = [name for name in NAMES if name not in (*plain[:2], "adaptive_kl")]
     objects = [Divergence(name, beta=share, skew=share, mix=share, rate=share) for name in names]
