@@ -160,7 +160,7 @@ class Step:
         self.sides = self.family in READ_LAST, other in READ_LAST
         self.alike = other == self.family
         words = self.head in ("masked words", "next word") and other in ("bert", "gpt2", "llama")
-        self.wide = words and self.name != "gold" and self.chance(0.25)
+        self.wide = words and self.chance(0.25)
         words &= self.name not in ("gold", "several")
         self.shared = 50 if words and self.chance(0.3) else V  # tokens of both tokenizers
         self.apart = self.name == "several" and self.chance(0.5)  # a teacher of each method
@@ -244,7 +244,8 @@ class Step:
             self.layout = self.pick("left", "right")
         elif self.family in PACKABLE and head != "sequence" and self.chance(0.5):
             self.layout = self.pick(*PACKED)
-            del self.teachers[1 + self.apart :]  # a row has one
+            if self.layout == "cu_seq_lens":  # which belong to no row
+                del self.teachers[1 + self.apart :]
         if self.family == "xlnet":
             self.layout = self.pick("none", "left")
         lengths = [self.random.randint(2, 7) for _ in range(self.random.randint(2, 6))]
@@ -267,7 +268,7 @@ class Step:
             self.labelled |= self.pairs == "equal"
         if self.pairs == "match":
             ids = (torch.tensor(self.random.sample(range(V), 40)) for _ in range(2))
-            self.match = VocabularyMatch(*ids, V, V)
+            self.match = VocabularyMatch(*ids, V, V + 4 * self.wide)
             self.unmatched = self.pick("renormalise", "bucket", "sorted")
         if self.own or self.layout in PACKED:
             self.start = None
@@ -359,7 +360,7 @@ class Step:
         known &= self.start is None or self.layout != "none"  # a mask is part of the key
         known &= len({x.config.hidden_size for x in self.teachers}) == 1  # by one method
         self.stored = self.name not in ("attention", *READ_QKV) and known and not self.spread
-        self.stored &= self.chance(0.5 if self.pairs else 0.3)
+        self.stored &= self.chance(0.5 if self.pairs or self.shared < V else 0.3)
         words = self.name == "soft_targets" and self.head in ("masked words", "next word")
         words &= self.stored and "soft" in self.hand.weights and self.pairs != "match"
         self.top_k = 5 if words and self.chance(0.5) else None
@@ -377,7 +378,7 @@ class Step:
         """Arguments of a Distiller for some of the texts."""
         texts, written = self.texts[first:stop], self.head == "written words"
         if layout in PACKED:
-            return self.packed(texts, layout)
+            return self.packed(texts, layout, first)
         masks = [x.real.long() for x in texts] if self.holes else None
         data = self.side([x.ids for x in texts], layout, masks)
         length = data["input_ids"].shape[-1]
@@ -404,13 +405,15 @@ class Step:
         elif texts[0].labels is not None and self.per_token:
             size = max(len(x.labels) for x in texts) if written else length
             front = self.front if written else left
-            data["labels"] = self.rows([x.labels for x in texts], size, -100, front)
+            behind = self.pick(-100, 7) if self.decoder == "own" else -100  # its mask is 0 there
+            data["labels"] = self.rows([x.labels for x in texts], size, behind, front)
         elif texts[0].labels is not None:
             data["labels"] = torch.stack([x.labels for x in texts])
         if self.decoder == "own":
             both = [x.decoder for x in texts]
             data["decoder_input_ids"] = self.rows(both, size, 7, self.front)
-            ones = [torch.ones_like(x) for x in both]
+        if self.decoder == "own" or (self.head == "written words" and self.chance(0.5)):
+            ones = [torch.ones_like(x.labels) for x in texts]
             data["decoder_attention_mask"] = self.rows(ones, size, 0, self.front)
         if self.decoder == "shifted":  # and whatever a decoder reads behind the labels
             read = self.student.prepare_decoder_input_ids_from_labels(labels=data["labels"])
@@ -456,8 +459,8 @@ class Step:
             data["attention_mask"] = mask.bool() if as_bool else mask
         return data
 
-    def packed(self, texts: list[Text], layout: str) -> dict[str, Any]:
-        """Texts in one row, or with a mask in two, of which one may be padded."""
+    def packed(self, texts: list[Text], layout: str, first: int) -> dict[str, Any]:
+        """Texts in one row, or with a mask in two, of which one may be padded; a teacher each."""
         cut = len(texts) // 2 if layout == "padded" else 0
         rows = [x for x in (texts[:cut], texts[cut:]) if x]
         left = layout == "padded" and self.chance(0.5)
@@ -485,6 +488,13 @@ class Step:
             given["cu_seq_lens_q"] = F.pad(sizes.cumsum(0), (1, 0)).int()
         if not self.per_token and texts[0].labels is not None:
             given["labels"] = torch.stack([x.labels for x in texts])
+        if len(self.teachers) > 1 and not self.apart:
+            numbers = [self.random.randrange(2) for _ in rows]
+            if min(map(len, rows)) == 1:  # a row of one text keeps its padding
+                numbers = numbers[:1] * len(rows)
+            given["teacher_id"], stop = torch.tensor(numbers), first + len(texts)
+            each = zip(numbers, rows, strict=True)
+            self.teacher_ids[first:stop] = [i for i, row in each for _ in row]
         return given
 
     def micro_batches(self) -> list[dict[str, Any]]:
@@ -1002,7 +1012,7 @@ def lrkd(step: Step) -> Hand:
 
 def attention(step: Step) -> Hand:
     task, soft = heads(step)
-    how = step.pick("match", "mean")
+    how = step.pick("match", "mean") if step.alike else "mean"  # of unlike numbers of heads
     maps, states = step.pick((0.8, 0.5), (1.2, 0.0), (0.0, 0.6))
     weights = {"attention": maps, "hidden": states, "soft_weight": soft, "task_weight": task}
     method = AttentionMSE(**weights, heads=how, **layers_of(step), **softened(step))
@@ -1170,18 +1180,18 @@ def gold(step: Step) -> Hand:
         return math.prod(others, start=p[kept])
 
     def distance(c: Compared, ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> Tensor:
-        q, p, match = merged(*ours), merged(*theirs), c.step.match
-        if not hybrid:
-            return (p.sort().values - q.sort().values).abs().sum()
-        sides = (q, match.student_ids), (p, match.teacher_ids)
-        q, p = (x[ids].clamp(min=1e-8) for x, ids in sides)
-        m = beta * p + (1 - beta) * q
-        js = (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum()
-        if beta in (0, 1):
-            js = (p * (p / q).log() if beta == 0 else q * (q / p).log()).sum()
-        rest = (x[~torch.isin(torch.arange(V), ids)].sort().values for x, ids in sides)
-        share = len(match.teacher_ids) / V
-        return share * js + (1 - share) * next(rest).sub(next(rest)).abs().sum()
+        rest, share, js, match = [merged(*ours), merged(*theirs)], 0.0, 0.0, c.step.match
+        if hybrid:
+            sides = [*zip(rest, (match.student_ids, match.teacher_ids), strict=True)]
+            q, p = (x[ids].clamp(min=1e-8) for x, ids in sides)
+            m = beta * p + (1 - beta) * q
+            js = (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum()
+            if beta in (0, 1):
+                js = (p * (p / q).log() if beta == 0 else q * (q / p).log()).sum()
+            rest = [x[~torch.isin(torch.arange(len(x)), ids)] for x, ids in sides]
+            share = len(match.teacher_ids) / match.teacher_size
+        q, p = (F.pad(x.sort(descending=True).values, (0, V + 4 - len(x))) for x in rest)
+        return share * js + (1 - share) * (p - q).abs().sum()
 
     def divergence(c: Compared, *sides: tuple[Tensor, Tensor]) -> Tensor:
         """Of a span's likelihoods, the student's q and the teacher's p."""
@@ -1246,9 +1256,10 @@ def teacher_of(
     """Three layers of width 16, in float64; ``wide``: four more entries in its vocabulary."""
     model = model_of(family, head)
     torch.manual_seed(10 + number)
-    if numbers:
-        model.config.num_labels = 1
-        model = type(model)(model.config)
+    if family == "llama":  # two queries share each of its two keys
+        model.config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4})
+    model.config.num_labels = 1 if numbers else model.config.num_labels
+    model = type(model)(model.config)
     if narrow:
         model = distill.student_from_teacher(model, config={"hidden_size": 8})
     if wide:
