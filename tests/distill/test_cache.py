@@ -5,6 +5,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -149,6 +150,9 @@ def test_a_cache_that_does_not_match_is_an_error(tmp_path):
     raises(f"{words}kept: layers", top.cache_teacher, [data], tmp_path)
     raises("another teacher", TeacherCache, tmp_path, teacher=other)
     TeacherCache(tmp_path, teacher=teacher)
+    one, two = (SimpleNamespace(get_vocab=lambda i=i: {"a": i, "b": 1 - i}) for i in range(2))
+    live.cache_teacher([data], tmp_path / "words", tokenizer=one)
+    raises("another tokenizer", TeacherCache, tmp_path / "words", tokenizer=two)
 
     pooled = tmp_path / "pooled"
     Distiller(teacher, student, distill.IntraClassKNN(alpha2=0.0)).cache_teacher([data], pooled)

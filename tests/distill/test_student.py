@@ -172,6 +172,7 @@ def test_a_number_of_layers_keeps_every_kind_of_a_hybrid(family, tmp_path):
     teacher = getattr(t, f"{family}ForCausalLM")(config).eval()
     student = student_from_teacher(teacher, count).eval()
     assert kinds_of(Backbone(student)) == [LETTERS[x] for x in kept]
+    assert student.generation_config is not teacher.generation_config
     ids, plan = torch.randint(5, 60, (1, 6)), dict(max_new_tokens=4, do_sample=False)
     with_cache, without = (student.generate(ids, use_cache=x, **plan) for x in (True, False))
     assert torch.equal(with_cache, without)

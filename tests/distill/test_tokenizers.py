@@ -58,6 +58,7 @@ def test_spans_are_the_same_text_for_both_tokenizers():
          [0, 1, 1]),
         ([[0, 0], [0, 4], [5, 9], [10, 14]], [[7, 9], [10, 14]], [-1, -1, -1, 0], [-1, 0]),
         ([[0, 1], [0, 1], [0, 1], [1, 4]], [[0, 1], [1, 4]], [0, 0, 0, 1], [0, 1]),
+        ([[0, 4], [4, 9]], [[1, 4], [5, 9]], [0, 1], [0, 1]),  # with the blanks and without them
     ):  # fmt: skip
         sides = torch.tensor([long]), torch.tensor([short])
         with torch.device("meta"):  # a default for other tensors

@@ -256,11 +256,12 @@ def test_checkpoints_are_students_and_the_best_is_loaded_at_the_end(tmp_path):
     run = trained(
         tmp_path, method_by_name("lrkd"), learning_rate=0.05, eval_strategy="steps", eval_steps=3,
         load_best_model_at_end=True, metric_for_best_model="eval_loss",
-        greater_is_better=True,  # the untrained one, so that the last is not the best
+        greater_is_better=False,  # it rises, so that the last is not the best
     )  # fmt: skip
     assert run.model is run.distiller
     scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}"
+    assert scores[0] < scores[-1]
+    best = tmp_path / "checkpoint-3"
     kept = torch.load(best / "method.pt")
     method = run.distiller.method.state_dict()
     assert all(torch.equal(value, kept[key]) for key, value in method.items())
@@ -423,7 +424,7 @@ def test_losses_that_accumulation_changes_warn_once(tmp_path, recwarn):
 
 
 @given(
-    st.lists(st.booleans(), min_size=1, max_size=120), st.integers(1, 12),
+    st.lists(st.sampled_from([True, *[False] * 5]), min_size=1, max_size=120), st.integers(1, 12),
     st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]), st.integers(0, 3), st.booleans(),
 )  # fmt: skip
 def test_every_row_is_read_and_each_batch_has_labels(labelled, batch, share, seed, grouped):
@@ -445,7 +446,7 @@ def test_every_row_is_read_and_each_batch_has_labels(labelled, batch, share, see
     assert times[labelled].max() - times[labelled].min() <= 1
     parts = [rows[start : start + batch] for start in range(0, len(rows), batch)]
     for part in parts:
-        assert labelled[part].sum() >= math.floor(wanted / batch * len(part))
+        assert labelled[part].sum() * batch >= wanted * len(part)
         assert not labelled[part].all()
         for ranks in (2, 3):
             found = [labelled[own].sum() for own in np.array_split(part, ranks)]
