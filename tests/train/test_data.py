@@ -18,6 +18,7 @@ import pytest
 from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError
+from fastkd.train.tasks.base import reorder_classes
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
@@ -186,9 +187,10 @@ def test_classes_of_a_cache(tmp_path):
     evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
     options = dict(method="soft_targets", train=train, eval=evals, device="cpu")
     teacher, cache = make_teacher(tmp_path / "teacher", NAMES), tmp_path / "cache"
-    run("cache", **options, teacher=teacher, out=cache)
+    run("cache", **options, teacher=teacher, out=cache, max_length=9)
     _, models = made(**options, teacher_cache=cache)
     assert [*models.student.config.id2label.values()] == ["Good", "bad", "fair"]
+    assert models.max_length == 9  # the cache's
 
 
 def test_numbers_of_tags(loaded):
@@ -263,7 +265,7 @@ QUOTED = ['"', '""', ",", "\n", "\r\n", "\t"]
 TABLES, ARROW = ["tsv", "csv"], ["parquet", "saved", "saved"]  # two saved ones are the hub's
 SETS = {"task": "multi-label", "label_column": "label"}
 HOT = [[1, 0], [0, 1], [1, 1]]
-SOFT = [[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]]
+SOFT = [[0.25, 0.75, 0.0], [0.8, 0.1, 0.1], [0.25, 0.25, 0.5]]
 #: By kind: labels as written, the names of all classes in order (None for numbers), labels as read
 #: (those of "soft" are probabilities), and options.
 LABELS = {
@@ -276,7 +278,7 @@ LABELS = {
     "floats": ([0.5, 1.0, 2.0], None, [0.5, 1.0, 2.0]),
     "halves": ([1.0, 0.0, 3.0], ["0.0", "1.0", "3.0"], [1, 0, 2]),
     "true": ([True, False, True], ["False", "True"], [1, 0, 1]),
-    "soft lists": (SOFT, ["0", "1"], SOFT),
+    "soft lists": (SOFT, ["0", "1", "2"], SOFT),
     "soft words": (['{"no": 0.75, "yes": 0.25}', "yes", "no"], ["no", "yes"],
                    [[0.75, 0.25], [0, 1], [1, 0]]),
 }  # fmt: skip
@@ -286,7 +288,7 @@ MORE = {
     "marked": ([1, 0, -100], ["-100", "0", "1"], [2, 1, 0], {"labels": "classes"}),
     "soft names": ([{"no": 0.75, "yes": 0.25}, {"yes": 0.9, "no": 0.1}, {"yes": 1.0}],
                    ["no", "yes"], [[0.75, 0.25], [0.1, 0.9], [0, 1]]),
-    "soft head": (SOFT, ["no", "yes"], SOFT, {"head": ["no", "yes"]}),
+    "soft head": (SOFT, [*"yes"], SOFT, {"head": [*"yes"]}),
     "declared": ([2, 0, 1], NAMES, [2, 0, 1]),
     "numbered": ([2, 0, 2], ["0", "1", "2"], [2, 0, 2], {"head": NAMES}),
     "spelled": (["bad", "Bad", "GOOD"], ["GOOD", "bad", "fair"], [1, 1, 0], {"head": NAMES}),
@@ -416,6 +418,12 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, monkeypatch):
         corpus = load(source(**files, **table.options, **limits), table.head)
         where = f"seed {FIRST}, {of}, {table.kinds}"
         assert corpus.names == table.classes, where
+        if corpus.names and not table.sets:  # a teacher may have its classes in another order
+            turned = reorder_classes([*corpus.names[1:], corpus.names[0]], corpus).train
+            assert (turned.labels == (corpus.train.labels - 1) % len(corpus.names)).all(), where
+            if PROBABILITIES in table.stored:
+                likely = [[*row[1:], row[0]] for row in corpus.train.column(PROBABILITIES)]
+                assert [*turned.column(PROBABILITIES)] == likely, where
         for prefix, words in (("soft", "labels are probabilities"), ("hot", "labels are one-hot")):
             assert (words in " ".join(corpus.notes)) == of.startswith(prefix), where
         for rows, numbers, most in (

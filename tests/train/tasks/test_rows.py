@@ -152,7 +152,7 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
         """Logits that are 1 where "poor" begins and "nice" ends; ``none(number)`` for no answer."""
         for beside in examples.evaluation_columns:
             logits = np.float32([np.equal(beside["starts"], 13), np.equal(beside["ends"], 22)])
-            logits[:, 0] = none(beside["number"])
+            logits[:, 0] = none(beside["number"]) + 2 * beside["begins"]  # the least counts
             yield logits
 
     sure, unsure = [*answers(lambda i: 0)], [*answers(lambda i: 1.5)]
@@ -193,9 +193,9 @@ def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, tokenizer):
 
 
 def test_losses_of_lists_by_hand():
-    """Of lists with scores, without, and again with scores; the second has two relevant texts."""
+    """Of lists with scores, without, and again with scores; they have 1, 2 and 0 relevant texts."""
     labels, lists = torch.zeros(8, 3).double(), [slice(0, 3), slice(3, 6), slice(6, 8)]
-    labels[lists[1], 0], labels[lists[2], 0], labels[[0, 3, 4, 6], 1] = 1, 2, 1
+    labels[lists[1], 0], labels[lists[2], 0], labels[[0, 3, 4], 1] = 1, 2, 1
     given = labels[:, 2] = torch.tensor([2.0, -1.0, 0.5, *[math.nan] * 3, 0.0, -3.0])
     one = {"num_labels": 1, "problem_type": "regression", "initializer_range": 0.5}
     student, teacher = (classifier("bert", 1, **one).double() for _ in range(2))
@@ -217,8 +217,8 @@ def test_losses_of_lists_by_hand():
         errors = [(s[i] - s[j] - x[i] + x[j]) ** 2 for i in positives for j in negatives]
         return sum(errors) / len(errors)
 
-    pairs = [([0], [1, 2]), ([3, 4], [5]), ([6], [7])]
-    for alpha, name, x, some in ((1.0, "margin", t, pairs), (0.0, "task", given, pairs[::2])):
+    pairs = [([0], [1, 2]), ([3, 4], [5])]
+    for alpha, name, x, some in ((1.0, "margin", t, pairs), (0.0, "task", given, pairs[:1])):
         distiller = Distiller(teacher, student, MarginMSE(alpha=alpha)).eval()
         out = distiller(**batch)
         torch.testing.assert_close(out.terms[name], sum(margin(x, *p) for p in some) / len(some))

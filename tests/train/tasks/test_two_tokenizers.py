@@ -11,6 +11,7 @@ import transformers as t
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from fastkd.study.run_measurements import similarities
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
@@ -111,7 +112,8 @@ def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
     assert [label != -100 for label in row["labels"]] == [x >= 0 for x in row["student_spans"]]
     data = through.write_chats(path, 8)
     chat = {"task": "chat", "train": data, "eval": data, "method": "fcd", "max_length": 32}
-    first_step(**{**texts, **chat})
+    found, _ = first_step(**{**texts, **chat})
+    assert similarities(found, t.AutoModelForCausalLM.from_pretrained(folder / "student"))
 
 
 def test_top_k_cache_and_errors(texts, tmp_path):

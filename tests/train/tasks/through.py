@@ -97,7 +97,7 @@ def drawn(task: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a task."""
     rng = random.Random(seed)
     for i, (text, y) in enumerate(sentences(count, seed)):
-        first, *rest = rng.sample(WORDS, 6)
+        word, *rest = rng.sample(WORDS, 6)
         words = text.split()
         some = rng.choices(WORDS, k=rng.randint(2, 8))
         long = [*rng.choices(WORDS[:6], k=rng.randint(4, 16)), "film", "is", "so"]
@@ -107,16 +107,16 @@ def drawn(task: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "chat": {"messages": says(text, words[0])},
             "embedding": {"sentence1": text, "sentence2": " ".join(rest), "score": rng.random()},
             "multi-label": {"text": text, "labels": [name for name in NAMED if name in words]},
-            "multiple-choice": {"question": first, "choices": rest[:4], "label": rng.randrange(4)},
+            "multiple-choice": {"question": word, "choices": rest[:4], "label": rng.randrange(4)},
             "question-answering": {  # the word before "film"
                 "id": f"q{i}", "question": "the film", "context": " ".join(long),
                 "answers": [answer],
             },
-            "reranking": {"query": first, "pos": [f"{first} {rest[0]}"],
+            "reranking": {"query": word, "pos": [f"{word} {rest[0]}"],
                           "neg": rest[1 : rng.randint(2, 4)]},
-            "seq2seq": {"source": text, "target": words[0]},
+            "seq2seq": {"source": text, "target": " ".join(words[: 1 + i % 3])},
             "token-classification": {"tokens": some, "labels": [TAGS.get(w, "O") for w in some]},
-            "triples": {"anchor": text, "positive": " ".join(rest[:2]), "negative": " ".join(rest)},
+            "triples": {"anchor": word, "positive": " ".join(rest[:2]), "negative": " ".join(rest)},
         }  # fmt: skip
         yield rows.get(task, {"text": text})
 
