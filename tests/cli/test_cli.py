@@ -32,13 +32,13 @@ from fastkd.train.saving import MANIFEST, find_damage, replacing
 from tests.support.runs import config_of, once, press_ctrl_c, report_of, same_weights, stop_at
 from tests.support.tiny import make_teacher, run, usual
 
-# 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
-RUN = {"epochs": None, "steps": 8, "method": "mc3kd", "finetune_teacher": 0.6}
+# 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 9.
+RUN = {"epochs": None, "steps": 9, "method": "mc3kd", "finetune_teacher": 0.6}
 
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory):
-    """Whole runs: `labels`, and `whole` of RUN, of which `stopped` got Ctrl-C in step 7 of 8."""
+    """Whole runs: `labels`, and `whole` of RUN, of which `stopped` got Ctrl-C in step 7 of 9."""
 
     def make(folder):
         labels = {"method": "labels", "student_layers": 2}
@@ -159,7 +159,7 @@ def test_resuming_gives_the_same_result(distill, runs, tmp_path):
     out, options, flags = tmp_path / "out", {**RUN, "checkpoint_every": 8}, []
     for step, number, code, newest in (
         (2, signal.SIGHUP, 129, "teacher-checkpoints/checkpoint-2"),
-        (8, signal.SIGTERM, 143, "checkpoints/checkpoint-8"),  # the last, in the middle of an epoch
+        (9, signal.SIGTERM, 143, "checkpoints/checkpoint-9"),  # the last, one before an epoch's end
     ):
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, step, functools.partial(os.kill, os.getpid(), number))
@@ -171,6 +171,8 @@ def test_resuming_gives_the_same_result(distill, runs, tmp_path):
     said = distill(*flags, **options)
     moved = f"{out / 'unfinished-2'}: files that fastkd did not write"
     assert moved in " ".join(said.split()) and same_weights(out, runs / "whole")
+    past = [report_of(x)["history"] for x in (out, runs / "whole")]
+    assert [x["scores"] for x in past[0]] == [x["scores"] for x in past[1]]
     assert len([*out.rglob("notes.txt")]) == 3  # the student's is in the result
 
 
@@ -186,9 +188,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
         place, said = tmp_path / why, []
         shutil.copytree(runs / "stopped/unfinished/checkpoints", place)
         (place / "checkpoint-mine").mkdir()
-        (place / "checkpoint-7" / missing).unlink()
+        newest = (place / "checkpoint-7").rename(place / "checkpoint-10")
+        (newest / missing).unlink()
         if new_id is not None:
-            saving.write_manifest(place / "checkpoint-7", {"run": new_id})
+            saving.write_manifest(newest, {"run": new_id})
         assert Checkpoints(place, run_id).newest(said.append) == place / "checkpoint-5"
         assert re.search(rf"cannot be used \(.*{why}.*\); .* from the one before it", *said)
     out = shutil.copytree(runs / "stopped", tmp_path / "out")

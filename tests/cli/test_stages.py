@@ -139,6 +139,7 @@ def test_a_teacher_assistant(distill, folder, tmp_path):
     study = grid.read(StudySettings(spec=folder / "arm.toml"))
     result = GridRuns(study, tmp_path / "study").result(study.cells[0])
     assert result["scores"] == second["student"]
+    assert result["seconds"] > result["history"][-1]["seconds"]  # those of both stages
     assert result["history"][0]["losses"] == second["history"][0]["losses"]
     assert "stages=assistant+student" in grid_report.plan(study)[1][3]
     assert not list((tmp_path / "study" / "runs").glob("*/"))

@@ -74,6 +74,8 @@ def test_verdicts_find_the_planted_effects_only():
     ):
         study, summary, rows = planted(dict(zip("abc", accuracies, strict=False)), seeds)
         assert headline(study, [summary]) == sentence
+    found = statistics.Difference(0.1, 0.05, 0.15, 0.001)
+    assert statistics.verdict(found, 0.001, (0.0, 0.2)) == "not told apart"
     assert rows["b"].verdict == "one seed: can't tell"
     assert math.isnan(rows["b"].difference.low) and math.isnan(rows["b"].p_holm)
 
@@ -244,10 +246,14 @@ def test_pictures_and_tables_of_a_metric_to_minimise(monkeypatch):
         "x: lower is below labels in the paper (-4.8); here the same, beyond noise (-4.80)",
         "x: higher is below labels in the paper (-1.5); here the opposite, beyond noise (+2.93)",
     ]
+    several = {"scores": dict.fromkeys(("x", "x_a", "f1_a")), "lower_is_better": ["x", "x_a"]}
+    assert grid_report.averaged({**several, "tests": ["_a"]}) == ["x_a"]  # of test files
     # Percentages are not scaled again.
     about = {"percent": ["accuracy"], "teacher": {"accuracy": 61.0}}
     results = results_of("accuracy", PERPLEXITIES, **about)
-    study, summary, _ = study_of(results)
+    study, summary, _ = study_of(results, {**PAPER, "columns": {"x": "t accuracy", "y": ""}})
+    beside = paper_table.beside(study, [summary], results)
+    assert beside["rows"][1] == ["lower", "23.7", "23.80 ± 0.36", "1"]
     (ax,) = grid_report._forest(study, [summary], results).axes
     dots = sorted(line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o")
     assert dots[0] == pytest.approx(-4.8)

@@ -150,6 +150,7 @@ def test_a_stopped_study_trains_what_is_missing_or_changed(finished, done, tmp_p
     command, out = ("study", finished / "spec.toml"), shutil.copytree(done.out, tmp_path / "out")
     runs = GridRuns(done.grid, out)
     changed, damaged, *kept = map(runs.path, runs.cells)
+    next(out.glob("teachers/*/teacher/model.safetensors")).write_bytes(b"x")  # tuned again
     changed.write_text(changed.read_text().replace('"seed": 0', '"seed": 9'))
     damaged.write_text(damaged.read_text()[:100])
     assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
@@ -196,8 +197,8 @@ def test_a_cache_gives_the_same_scores(folder, done, monkeypatch):
     assert result["predictions"] == other["predictions"] and result["scores"] == other["scores"]
     # The cache is written in other batches, whose padding changes the last bits.
     assert result["history"][0]["losses"] == pytest.approx(other["history"][0]["losses"], rel=1e-4)
-    plain = GridRuns(dataclasses.replace(study, cache=False), runs.out)
-    assert plain.path(cell) != runs.path(cell)
+    studies = (dataclasses.replace(study, **x) for x in ({}, {"cache": False}, {"seconds": 5.0}))
+    assert len({GridRuns(x, runs.out).path(cell) for x in studies}) == 3
 
 
 def test_cells_of_a_file(folder):
@@ -289,7 +290,7 @@ def test_a_run_belongs_to_the_content_of_its_files(folder, monkeypatch):
     for name in ("dev.tsv", "tiny/model.safetensors"):
         path, teacher = runs.path(cell), grid_runs.key_of(of_teacher)
         assert runs.path(cell) == path
-        (folder / name).write_text("sentence\tlabel\n")
+        (folder / name).write_bytes((folder / name).read_bytes()[::-1])  # as long
         assert runs.path(cell) != path
         assert (grid_runs.key_of(of_teacher) == teacher) == (name == "dev.tsv")
     keys = set()
@@ -395,6 +396,7 @@ def test_a_budget_in_seconds_is_converted_into_steps(folder, monkeypatch):
     labels = runs.grid.cells[:2]
     assert [runs.options(cell)["training_steps"] for cell in labels] == [20, 20]
     assert timed == [("labels", steps) for steps in grid_runs.TIMED]
+    assert runs.steps(labels[0]) == (6, pytest.approx(0.1))  # 3 epochs of 40 rows, 32 in a batch
     assert "training_steps" not in labels[0].options
 
 
