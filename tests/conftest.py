@@ -21,6 +21,9 @@ from tests.support.draw import FIRST
 from tests.support.interpreter import MARKS, prepare
 
 prepare()
+# For all processes of the tests; before tests/study/conftest.py imports `datasets`, which reads it.
+FOLDER = tempfile.TemporaryDirectory(prefix="fastkd-tests-")
+os.environ.setdefault("HF_DATASETS_CACHE", FOLDER.name)
 # Dynamo empties the processor's caches to time each graph's guards, for a line of its log.
 guards.profile_guard_manager = lambda *_: 0.0
 
@@ -47,10 +50,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if "HF_DATASETS_CACHE" not in os.environ:
-        folder = tempfile.TemporaryDirectory(prefix="fastkd-tests-")
-        os.environ["HF_DATASETS_CACHE"] = folder.name
-        config.add_cleanup(folder.cleanup)
+    config.add_cleanup(FOLDER.cleanup)
 
 
 @pytest.fixture(autouse=True)
