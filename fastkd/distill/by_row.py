@@ -128,6 +128,17 @@ class RowPart:
     model: Model
     outputs: Outputs
 
+    @property
+    def packed(self) -> bool:
+        return self.batch.documents is not None and self.batch.documents.packed
+
+    def longest(self, tokens: int) -> int:
+        """Length of the longest document, of up to ``tokens``: rows of one may keep padding."""
+        mask = self.batch.feature_mask
+        if mask is None:
+            return tokens
+        return max(mask.any(0).nonzero().flatten().tolist(), default=-1) + 1
+
     def samples(self) -> Tensor:
         """The row of each sample of the features: packed rows and questions have several."""
         features, documents = self.outputs.all_features(), self.batch.documents
@@ -157,6 +168,8 @@ class RowOutputs(Outputs):
         kept = [x.all_features() for x in outputs]
         if kept[0]:
             length = max(each[0].shape[-2] for each in kept)
+            if any(part.packed for part in parts):
+                length = max(part.longest(length) for part in parts)
             outputs = [
                 x.padded(length - each[0].shape[-2]) for x, each in zip(outputs, kept, strict=True)
             ]

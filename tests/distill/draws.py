@@ -490,8 +490,6 @@ class Step:
             given["labels"] = torch.stack([x.labels for x in texts])
         if len(self.teachers) > 1 and not self.apart:
             numbers = [self.random.randrange(2) for _ in rows]
-            if min(map(len, rows)) == 1:  # a row of one text keeps its padding
-                numbers = numbers[:1] * len(rows)
             given["teacher_id"], stop = torch.tensor(numbers), first + len(texts)
             each = zip(numbers, rows, strict=True)
             self.teacher_ids[first:stop] = [i for i, row in each for _ in row]
