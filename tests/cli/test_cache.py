@@ -72,6 +72,8 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, monkeyp
     card = (out / "student" / "README.md").read_text()
     assert "times smaller" in output and str(cache) in card
     assert "faster" not in output + card
+    call("distill", tmp_path / "longer", **more, max_length=15)
+    assert report_of(tmp_path / "longer")["teacher"] == {}  # its scores are of other tokens
 
 
 @pytest.mark.parametrize("options", [

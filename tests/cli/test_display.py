@@ -1,4 +1,4 @@
-"""Progress on a terminal, in a file, and into a pipe that its reader closes."""
+"""Progress on a terminal and in a file, and an output that is lost."""
 
 import contextlib
 import errno
@@ -17,9 +17,7 @@ from fastkd.cli.display import RichDisplay, new_display
 from fastkd.cli.main import app
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted
-from tests.cli.launched import Launch, command
-from tests.support.runs import report_of
-from tests.support.tiny import usual, words_of
+from tests.support.tiny import words_of
 
 
 def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
@@ -49,21 +47,6 @@ def test_progress_on_a_terminal_and_in_a_file(tiny, monkeypatch):
     result = CliRunner().invoke(app, words)
     assert "20 rows  step 2/2" in result.stderr
     assert result.stdout.startswith("row\ttext") and "step" not in result.stdout
-
-
-def without_a_reader(words):
-    reader, pipe = os.pipe()
-    os.close(reader)
-    os.dup2(pipe, 1)
-    command(words)
-
-
-def test_a_reader_may_go_away(tiny, tmp_path):
-    words = words_of("distill", **usual(tiny, tmp_path, max_train_rows=8))
-    launch = Launch(tmp_path / "launch", None, without_a_reader, words)
-    _, errors = launch.end()
-    assert launch.process.exitcode == 0 and "BrokenPipe" not in errors, errors
-    assert report_of(tmp_path / "out")["complete"]
 
 
 def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):

@@ -193,7 +193,9 @@ class Step:
         if not self.stored and self.name != "gold" and self.family != "deberta_v2":
             forms += ["offloaded by accelerate", "offloaded to a disk"]
         if not self.embedded:  # what a batch has is of one dtype
-            forms += ["float32 student", "float32 teachers", "autocast"]
+            forms += ["float32 student", "float32 teachers"]
+            # Rounding changes the order of probabilities, and with it a subgradient.
+            forms += ["autocast"] * (self.name != "gold" and self.unmatched != "sorted")
         words = self.head in ("masked words", "next word") and self.name != "gold"
         if words and not (self.tuples or self.top_k):
             forms += ["halved output", "halved layer"]
@@ -262,7 +264,7 @@ class Step:
             and self.family != "bart" and self.layout in ("left", "right") and self.chance(0.3)
         )  # fmt: skip
         self.spans = self.own and (not self.hand.pooled or self.chance(0.5))
-        self.match = None
+        self.match, self.unmatched = None, ""
         if self.pairs:
             self.own = self.spans = True
             self.labelled |= self.pairs == "equal"

@@ -102,6 +102,11 @@ def test_a_schedule_without_progress_warns_once():
         warnings.simplefilter("error")
         distiller(**batch())
     raises("progress", distiller.set_progress, 1.5)
+    losses = []
+    for loss_of in (lambda x: distiller(**x), lambda x: next(distiller.accumulate([x]))):
+        torch.manual_seed(0)
+        losses.append(loss_of(batch()).loss)
+    assert torch.equal(*losses)
 
 
 def test_one_row_of_positions_gives_those_of_each_column():

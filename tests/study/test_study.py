@@ -28,7 +28,6 @@ from fastkd.train.saving import read_json
 from tests.study.conftest import read
 from tests.support.runs import Lines, once, stop_at, terminate
 from tests.support.tiny import run, source, write_tsv
-from tests.train.tasks.test_two_tokenizers import byte_pairs
 from tests.train.tasks.through import make_bare
 from tests.train.test_data import hub
 
@@ -128,17 +127,6 @@ def test_report_of_a_study(finished, done, tmp_path):
         "one: labels, seed 0  step 4/4.*left", "4/4  one  fcd, alpha=1.0  seed 1:.* 0:00 left",
     ):  # fmt: skip
         assert re.search(f"(?m)^{line}$", (finished / "said").read_text()), line
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_a_student_with_its_own_tokenizer(folder):
-    byte_pairs(folder / "own", 290, causal=False)
-    shared = SHARED.replace("student_layers = 2", 'student = "own"').replace("s = 2", "s = 1")
-    spec = write(folder, "[methods]\nlabels = {}\nlrkd = {}\n", shared)
-    run("study", spec, out=folder / "out")
-    runs = GridRuns(read(spec), folder / "out")
-    for found in map(runs.result, runs.cells):
-        assert 0 <= found["rccc"] <= 1 and -1 <= found["intra_class_similarity"] <= 1
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fastkd.distill import Distiller, SoftTargets
 from fastkd.distill.baselines import MarginMSE
-from fastkd.train.arrow_rows import UNLABELLED
+from fastkd.train.arrow_rows import PROBABILITIES, UNLABELLED
 from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from fastkd.train.scoring import score
@@ -54,6 +54,8 @@ def test_documents_are_packed_and_their_bytes_counted(tokenizer, tmp_path):
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
     assert tokens.evaluation_columns["bytes"][:] == [len("  film\nis"), len(" film")]
     assert [tokens.source_of(i)[1] for i in range(2)] == [1, 5]
+    more = encoded(write_text(tmp_path / "b.txt", 2), CAUSAL(), tokenizer, 4)
+    assert tokens.followed_by(more).source_of(2) == more.source_of(0)
     # The last of six tokens would be a row of its own.
     longer = encoded(path, CAUSAL(), tokenizer, 6)
     assert [row["position_ids"] for row in longer] == [[0, 1, 2, 3, 0], [0, 1]]
@@ -190,6 +192,14 @@ def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, tokenizer):
         encoded(path, two, byte_level(False))
     labels = encoded(path, two, byte_level(True))[0]["labels"]
     assert labels == [0, *[-100] * 4, 1, *[-100] * 4]
+
+
+def test_rows_without_a_label_have_none_beside_distributions_and_lists(tokenizer):
+    rows, task = {"text": ["good", "bad"], "label": [1, UNLABELLED]}, named("classification")
+    found = task(("no", "yes"), soft=True).encode(rows, tokenizer, 8)[PROBABILITIES]
+    np.testing.assert_equal(found, [[0.0, 1.0], [math.nan] * 2])
+    found = named("multi-label")(("a", "b")).encode({"text": ["good"]}, tokenizer, 8)["labels"]
+    assert found == [[UNLABELLED] * 2]
 
 
 def test_losses_of_lists_by_hand():
