@@ -246,7 +246,7 @@ class Step:
             self.layout = self.pick("left", "right")
         elif self.family in PACKABLE and head != "sequence" and self.chance(0.5):
             self.layout = self.pick(*PACKED)
-            if self.layout == "cu_seq_lens":  # which belong to no row
+            if self.layout == "cu_seq_lens" or not self.per_token:  # labels of no one row
                 del self.teachers[1 + self.apart :]
         if self.family == "xlnet":
             self.layout = self.pick("none", "left")
