@@ -64,7 +64,7 @@ CUT = {"bert", "roberta", "gpt2", "llama", "t5"}  # narrower students
 OTHERS = {"bert": "roberta", "roberta": "distilbert", "gpt2": "llama", "electra": "bert"}
 # Heads that read the last token, and models with float32 inside.
 READ_LAST = {"gpt2", "llama", "opt", "bloom", "gemma2", "xlnet", "bart", "t5"}
-ROUNDED = {"llama", "gemma2", "t5", "bloom", "modernbert", "opt"}
+ROUNDED, RELU = {"llama", "gemma2", "t5", "bloom", "modernbert", "opt"}, {"opt", "t5"}
 TYPED = {"bert", "electra", "albert", "xlnet"}  # that read segments
 OF_TOKENS = ("tokens", "masked words", "next word", "written words")
 V = 60
@@ -193,9 +193,9 @@ class Step:
         if not self.stored and self.name != "gold" and self.family != "deberta_v2":
             forms += ["offloaded by accelerate", "offloaded to a disk"]
         if not self.embedded:  # what a batch has is of one dtype
-            forms += ["float32 student", "float32 teachers"]
-            # Rounding changes the order of probabilities, and with it a subgradient.
-            forms += ["autocast"] * (self.name != "gold" and self.unmatched != "sorted")
+            # Rounding changes the order of probabilities and the side of a ReLU: subgradients.
+            kinks = self.name == "gold" or self.unmatched == "sorted" or self.family in RELU
+            forms += ["float32 student", "float32 teachers"] + ["autocast"] * (not kinks)
         words = self.head in ("masked words", "next word") and self.name != "gold"
         if words and not (self.tuples or self.top_k):
             forms += ["halved output", "halved layer"]
