@@ -82,6 +82,7 @@ def lora(**options):
 
 def test_lora_on_the_head_stays_a_separate_product():
     model = lora()
+    model.add_adapter("inactive", model.peft_config["default"])
     head, states, logits = checked(model)
     assert len(head.low_rank) == 1
     teacher = torch.randn(2, 7, 5), torch.randn(60, 5)
@@ -95,10 +96,9 @@ def test_lora_on_the_head_stays_a_separate_product():
     with torch.no_grad():  # a teacher's adapters do not learn
         itself = linear_soft_target_loss(states, head, states, head.detach())
     assert itself.abs() < 1e-6
-    given = states.detach(), head
-    raises("teacher_head requires grad", linear_soft_target_loss, *given, *given)
+    raises("teacher_head requires grad", linear_soft_target_loss, *[states.detach(), head] * 2)
     model = lora(lora_dropout=0.5).train()
-    assert Head.of(model).low_rank[0].dropout is not None
+    assert Head.of(model).subset(torch.arange(3)).detach().low_rank[0].dropout is not None
     assert Head.of(model.eval()).low_rank[0].dropout is None
 
 
@@ -106,11 +106,11 @@ def test_adapters_without_a_separate_product():
     """Switched off, merged, and a head in PEFT's `modules_to_save`."""
     off, merged = lora(), lora()
     merged.merge_adapter()
-    saved, second = (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]) for _ in "ab")
+    unused, second = (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]) for _ in "ab")
     second.add_adapter("second", second.peft_config["default"])
     second.set_adapter("second")
-    for model in (off, merged, second, saved):
-        with off.disable_adapter():
+    for model in (off, unused, merged, second):
+        with off.disable_adapter(), unused.disable_adapter():
             head, *_ = checked(model)
         assert not head.low_rank
     assert head.weight.requires_grad
