@@ -86,7 +86,8 @@ def test_labels_that_the_bank_would_round_or_merge():
         (torch.int8, 300),
     ):
         queue, other = FeatureQueue(3, 1, label_dtype=kind), FeatureQueue(3, 1)
-        queue.enqueue(torch.zeros(2, 1), torch.tensor([-100, 5]))
+        other.enqueue(torch.zeros(2, 1), torch.tensor([-100, 5]))
+        queue.load_state_dict(other.state_dict())
         given = torch.zeros(1, 1), torch.tensor([label])
         raises(f"labels must fit into the bank's {kind}", queue.enqueue, *given)
         assert queue.labels.tolist() == [-100, 5, -100]
@@ -113,7 +114,7 @@ def test_bad_input():
     ):
         raises(words, FeatureQueue(5, 3).enqueue, *given, error=(ValueError, TypeError))
     raises("size must be at least 1", FeatureQueue, 0, 3)
-    for kind in (torch.bool, torch.uint8):
-        words = f"label_dtype {kind} can't hold ignore_index=-100"
-        raises(words, FeatureQueue, 3, 2, label_dtype=kind)
+    for kind, index in ((torch.bool, -100), (torch.uint8, -100), (torch.float16, -2049)):
+        words = f"label_dtype {kind} can't hold ignore_index={index}"
+        raises(words, FeatureQueue, 3, 2, label_dtype=kind, ignore_index=index)
     FeatureQueue(3, 2, label_dtype=torch.bool, ignore_index=0)
