@@ -46,7 +46,10 @@ def test_six_layers_in_few_launches(device, masked, dtype):
 
 def test_more_layers_than_a_launch_takes():
     students, teachers = torch.randn(2, LAYERS_PER_LAUNCH + 1, 2, 4, 8)
-    assert_as_pytorch(FCDLoss, [x.requires_grad_() for x in students.unbind()], [*teachers])
+    given = [x.requires_grad_() for x in students.unbind()], [*teachers]
+    assert_as_pytorch(FCDLoss, *given)
+    terms = [FCDLoss(backend=x)(*given, return_terms=True)[1] for x in ("triton", "torch")]
+    torch.testing.assert_close(*terms)
 
 
 @pytest.mark.parametrize(("D", "masked"), [(200, False), (4100, True)])

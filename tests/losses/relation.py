@@ -258,7 +258,6 @@ def bad() -> Iterator[tuple[str, Callable]]:
             ("segments must be a Tensor, got list", [0] * 5),
         ):
             yield words, functools.partial(call, x, y, segments=segments)
-    yield "student has 2 layers but teacher has 1", lambda: fcd()([x, x], [y])
     yield r"student must have shape \(2, 5, 8\)", lambda: fcd()([x, x[:, :4]], [y, y[:, :4]])
     yield r"mask must have shape \(2,\)", lambda: fcd(0)(x[:, 0], y[:, 0], torch.ones(2, 1))
     of_rows = functools.partial(fcd(0), x[:, 0], y[:, 0])
