@@ -740,15 +740,16 @@ def edges(backend: str) -> Iterator[tuple]:
     sure = torch.tensor([[0.0, -50.0]])
     adaptive = functools.partial(loss, teacher_logits=sure, divergence="adaptive_kl")
     yield "an infinite KL of weight 0", adaptive, only, 0.0, None
-    yield "no row", lambda s: loss(s, y[:0]), x[:0], 0.0, 0.0
     zeros, head = torch.randn(5, 0), torch.randn(5, 2)
     linear, state = function_of("linear_soft_target_loss", backend), torch.zeros(1, 2)
     call = functools.partial(linear, teacher_hidden=state, teacher_head=head)
     yield "no features", lambda s: call(s, zeros), row[:, :0], 0.0, 0.0
     if backend != "reference":  # whose 0·∞ is NaN
-        without = fastkd.Head(head, torch.zeros(5).index_fill(0, torch.tensor(4), -inf))
+        bias = torch.tensor([0.0, 0.0, 0.0, 0.0, -inf])
         task = {"soft_weight": 0.0, "task": fastkd.CrossEntropy(torch.tensor([1]))}
-        terms = functools.partial(call, student_head=without, return_terms=MAIN_TERMS, **task)
+        task |= {"divergence": "reverse_kl", "teacher_head": fastkd.Head(head, bias.flip(0))}
+        task |= {"student_head": fastkd.Head(head, bias), "return_terms": MAIN_TERMS}
+        terms = functools.partial(call, **task)
         yield "terms alone", lambda s: terms(s)[0] + terms(s)[1]["entropy"], row, None, None
     yield from edges_of_rests(backend)
     yield from edges_of_drafts(linear)
@@ -785,6 +786,8 @@ def edges_of_rests(backend: str) -> Iterator[tuple]:
         wanted = ... if backend == "reference" else loss(row, two)
         yield f"no rest, {off}", lambda s, t=top: loss(s, t), lacking, wanted, ...
     half = fastkd.TopK(pair, torch.tensor([[0.5, 0.25]]).log())
+    wanted = loss(row, torch.tensor([[2.0, 1.0]]).log())
+    yield "no other token", lambda s: loss(s, half), row, wanted, None
     yield "an excluded rest", lambda s: loss(s, half), lacking, inf, ...
     yield "JS, an excluded rest", lambda s: loss(s, half, divergence="js"), lacking, None, None
     none = torch.zeros(0).long()
@@ -852,7 +855,7 @@ def bad() -> Iterator[tuple[str, Callable]]:
         ("denominator is on meta", {"denominator": torch.ones((), device="meta")}),
         ("0-d tensor", {"denominator": torch.ones(2)}),
         ("pass vocabulary=n", {"teacher_logits": y[:, :4]}),
-        ("the shape of student_logits", {"teacher_logits": y[:2]}),
+        ("vocabulary must be at most 4", {"teacher_logits": y[:, :4], "vocabulary": 5}),
     ):
         yield words, functools.partial(loss, **{"student_logits": x, "teacher_logits": y} | options)
     yield from bad_heads()
@@ -871,7 +874,6 @@ def bad_heads() -> Iterator[tuple[str, Callable]]:
         ("labels must have shape", {"task": task(labels[:2])}),
         ("labels is on meta but", {"task": task(no_ids)}),
         ("vocabulary must be at most 13", {"vocabulary": 14}),
-        (r"is no word; pass Divergence\(.skew_kl.\)", {"divergence": "skew_kl"}),
         ("rows must be int64", {"draft": draft(rows=labels.int())}),
         ("rows must have shape", {"draft": draft(rows=labels[:2])}),
         ("rows must be the teacher's rows 0 to 2, got 4", {"draft": draft(rows=labels + 2)}),
@@ -896,6 +898,9 @@ def bad_heads() -> Iterator[tuple[str, Callable]]:
         ("return_terms must be one of 'soft'", {"return_terms": ["kl"]}),
         ("must be a bool or a list of names, got 'soft'", {"return_terms": "soft"}),
         ("ids must be token ids 0 to 12, got 13", {"ratio": ratio(labels + 11, old)}),
+        (r"weights must have shape \(3,\) ", {"task": task(labels, weights=torch.ones(4))}),
+        ("weights is on meta", {"weights": far}),
+        ('weights requires grad.*"none"', {"weights": torch.ones(3, requires_grad=True)}),
         ("ids is on meta but", {"ratio": ratio(no_ids, old)}),
         ("old_log_probs is on meta but", {"ratio": ratio(labels, far)}),
     ):
@@ -934,7 +939,7 @@ def bad_heads() -> Iterator[tuple[str, Callable]]:
         ("tail must be one of", lambda: of_words(ids, log_probs, "rest")),
         ("ids must be token ids 0 to 12", lambda: linear(h, w, of_words(ids + 13, log_probs))),
         ("a token twice", lambda: linear(h, w, of_words(ids * 0, log_probs))),
-        ("log_probs must be logarithms", lambda: linear(h, w, of_words(ids, -log_probs))),
+        ("log_probs must be logarithms", lambda: linear(h, w, of_words(ids, log_probs + 0.72))),
         ("the student's positions, K", lambda: loss(torch.randn(4, 13), top)),
         ("ids is on meta but", lambda: loss(w[:3], of_words(no_ids[:, None], far[:, None]))),
         ("rows: a TopK has no hidden", lambda: linear(h, w, top, draft=draft(rows=labels))),
@@ -944,15 +949,6 @@ def bad_heads() -> Iterator[tuple[str, Callable]]:
             lambda: linear(h, w, top, return_terms=["teacher_entropy"]),
         ),
     )
-    for words, weights in (
-        (r"weights must have shape \(3,\) ", torch.ones(4)),
-        ("weights must be bfloat16", torch.ones(3, dtype=torch.int64)),
-        ("weights must be a Tensor", [1.0, 1.0, 1.0]),
-        ("weights is on meta", far),
-        ('weights requires grad.*reduction="none"', torch.ones(3, requires_grad=True)),
-    ):
-        yield words, functools.partial(linear, h, w, h_t, w_t, weights=weights)
-        yield words, functools.partial(linear, h, w, h_t, w_t, task=task(labels, weights=weights))
 
 
 def bad_matches() -> Iterator[tuple[str, Callable]]:
