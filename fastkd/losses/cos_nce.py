@@ -176,7 +176,8 @@ def _cos_nce_layers(given: _Batch, reduction: str, backend: str, ranks: Ranks | 
     if ranks is not None:
         given = _gathered(given, ranks)
     first = given.students[0]
-    runs_on = backend_of(backend, "cos_nce_loss", first)
+    widest = next((x for x in given.students if x.dtype == torch.float64), first)
+    runs_on = backend_of(backend, "cos_nce_loss", widest)
     batch = _flattened(given)
     negatives: Sequence[Tensor | None] = batch.negatives or [None] * len(batch.students)
     layers = list(zip(batch.students, batch.teachers, negatives, strict=True))

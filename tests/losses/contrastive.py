@@ -282,6 +282,9 @@ def bad() -> Iterator[tuple[str, Callable]]:
         yield words, functools.partial(fastkd.cos_nce_loss, **right | change)
     module, x, y = fastkd.CosNCELoss(6, 8), torch.randn(2, 3, 6), torch.randn(2, 3, 8)
     yield r"student must have 6 columns \(student_dim\)", lambda: module(y, y)
+    kernels = fastkd.CosNCELoss(6, 8, backend="triton")
+    words = "float64 is left to|on cpu|not installed"
+    yield words, lambda: kernels([x, x.double()], [y, y.double()])
     of_two = functools.partial(module, [x, x], [y, y])
     yield "negatives has 1 layers but student has 2", lambda: of_two(negatives=[y])
     yield r"student must have shape \(2, 3, 8\) \(leading", lambda: module([x, x[:1]], [y, y[:1]])
