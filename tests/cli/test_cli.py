@@ -62,13 +62,15 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     (file := tmp_path / "args.yaml").write_text(text)
     order = mock.Mock(side_effect=fitting.LabelledOrder)
     monkeypatch.setattr(fitting, "LabelledOrder", order)
+    monkeypatch.setattr(fitting, "time", mock.Mock(perf_counter=iter([0, 1, 5, 6, 9]).__next__))
     options = {"trainer_args": file, "epochs": 1.5, "checkpoint_every": 3, "method": "fcd"}
     output = " ".join(distill(**options).split())
     assert "compares samples (samples) within each accumulated batch only" in output
     assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
     report, lengths = report_of(tmp_path / "out"), order.call_args_list[0].args[-1]
     # 40 rows in batches of 8 of like lengths, two batches a step
-    assert len(lengths) == 40 and [entry["step"] for entry in report["history"]] == [3, 5]
+    assert len(lengths) == 40
+    assert [(x["step"], x["seconds"]) for x in report["history"]] == [(3, 1), (5, 2)]  # of training
     assert report["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
     assert "exclude each other" in distill(accumulate=2, trainer_args=file, expect=2)
 

@@ -123,8 +123,8 @@ def test_an_option_has_one_name():
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             settled(Config.of(**rows, **given))
-    config = Config.of(**rows, precision="bf16", batch_size=4, warmup=0.5)
+    config = Config.of(**rows, precision="bf16", batch_size=4, warmup=0.46)
     arguments = arguments_of(config, Computation.of(config), config.out, rows=40)
     assert arguments.bf16 and arguments.per_device_train_batch_size == 4
-    assert arguments.warmup_steps == 15 and as_json(config)["warmup"] == 0.5
+    assert arguments.warmup_steps == 14 and as_json(config)["warmup"] == 0.46
     assert arguments.to_dict()["method"] == "auto"  # as trackers record it

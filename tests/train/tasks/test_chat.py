@@ -135,8 +135,8 @@ def test_what_a_student_draws_is_masked_exactly_in_packed_rows_too(teacher, toke
     """That packed rows teach the same: tests/distill/test_distiller.py."""
     model, task = GPT2LMHeadModel.from_pretrained(teacher).train(), TASK()
     data, collate = rows_of(write_chats(tmp_path / "a.jsonl", 9), TASK), task.collator(tokenizer)
-    rows, packed = (Encoder(tokenizer, 32, x)(data) for x in (task, task.for_packing()))
-    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
+    rows, packed = (Encoder(tokenizer, 29, x)(data) for x in (task, task.for_packing()))
+    assert len(packed) == 3 and max(packed.lengths) == 29  # which its conversations fill
     for name in ("input_ids", "labels"):
         assert apart(packed, name) == sorted(row[name] for row in rows)
     together = collate([*packed])
@@ -173,10 +173,10 @@ def test_words_are_drawn_as_often_as_they_are_likely_and_steps_are_spread():
     found = Draw(3, [[i] for i in range(4000)])(torch.zeros(4000, 1), scores).argmax(-1)
     shares = found.bincount(minlength=5) / 4000
     torch.testing.assert_close(shares, scores[0].exp(), atol=0.03, rtol=0)
-    for share, count in ((0.1, 100), (0.25, 250), (1 / 3, 333), (1.0, 1000)):
+    for share, count in ((0.1, 100), (0.29, 290), (1 / 3, 333), (1.0, 1000)):
         steps = [is_on_policy(step, share) for step in range(1000)]
         assert sum(steps) == count
-        assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
+        assert sum(steps[:100]) == count // 10
 
 
 def test_losses_of_an_epoch_do_not_depend_on_the_log(tmp_path):

@@ -101,7 +101,7 @@ def drawn(task: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         words = text.split()
         some = rng.choices(WORDS, k=rng.randint(2, 8))
         long = [*rng.choices(WORDS[:6], k=rng.randint(4, 16)), "film", "is", "so"]
-        answer = {"text": long[-4], "answer_start": len(" ".join(long[:-4])) + 1}
+        answer = {"text": " "[i % 2 :] + long[-4], "answer_start": len(" ".join(long[:-4])) + i % 2}
         rows = {
             "classification": {"sentence": text, "label": SOFT[y]},
             "chat": {"messages": says(text, words[0])},
