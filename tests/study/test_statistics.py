@@ -168,14 +168,14 @@ def test_warnings_of_a_table():
     """Failed runs, classes without rows, a teacher at chance, students of one prediction."""
     about = {**CLASSES, "classes": ["no", "yes", "perhaps"], "training_rows": [6, 0, 4]}
     about |= {"warnings": {"teacher": "are no better than chance"}, "options": {"labelled": 2}}
-    arms = {"labels": (0.7, 0.7), "always no": (0.5, 0.5), "bad": (0.7, 0.7)}
+    arms = {"labels": (0.7, 0.7), "always no": (0.5, 0.5), "bad": (0.6, 0.7, 0.7)}
     results = results_of("accuracy", arms, **about)
     for seed in range(2):
         results["always no", "t", seed]["predictions"] = [0] * 1000
     results["bad", "t", 1] = {"failed": "not finite"}
     _, summary, rows = study_of(results)
     assert [*rows] == [*arms] and rows["bad"].verdict == "one seed: can't tell"
-    assert cells(rows["bad"])[:3] == ["bad (1 failed)", "1", "0.7000"]
+    assert cells(rows["bad"])[:3] == ["bad (1 failed)", "2", "0.6500 ± 0.0707"]
     assert cells(rows["always no"])[0] == "always no (one prediction for all rows: 2 seeds)"
     for sentence in (
         "Classes without training rows: yes.", "Classes without held-out rows: perhaps.",
