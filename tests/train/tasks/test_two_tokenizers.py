@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from fastkd.study.run_measurements import similarities
 from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
+from fastkd.train.loading import TwoTokenizerCollator
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from tests.support.runs import first_step, made, report_of
@@ -92,15 +93,20 @@ def words_of(folder, path, task, max_length):
 
 @pytest.mark.parametrize("max_length", [5, 16])
 def test_rows_have_the_same_text_in_both_vocabularies(folder, tmp_path, max_length):
-    path, found = tmp_path / "a.txt", []
+    path, found, rows = tmp_path / "a.txt", [], []
     texts = "good film is very dull", "the film is fine so the film is nice"
     path.write_text("\n\n".join(texts))
     for row, ours, theirs in words_of(folder, path, "causal-lm", max_length):
+        rows.append(row)
         assert max(len(row["input_ids"]), len(row["teacher_input_ids"])) <= max_length
         assert [word.replace("[SEP]", "</s>") for word in theirs] == ours and all(ours)
         assert row["labels"] == [-100, *row["input_ids"][1:]]
         found += ours
     assert " ".join(found).replace(" </s>", "") == " ".join(texts)
+    one, two = (t.AutoTokenizer.from_pretrained(folder / name) for name in ("student", "teacher"))
+    two.__class__ = type("Left", (type(two),), {"padding_side": "left"})  # as LLaMA's
+    batch = TwoTokenizerCollator(named("causal-lm")(), one, two)(rows)
+    assert not (batch["teacher_spans"] >= 0)[batch["teacher_attention_mask"] == 0].any()
 
 
 def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
