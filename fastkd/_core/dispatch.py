@@ -2,9 +2,10 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from fastkd._core import check, extension
@@ -67,6 +68,11 @@ def why_not(
     if x.device.type not in triton_devices():
         return f"student is on {x.device}, and Triton kernels run on CUDA"
     return extension.why_not_gpu(x.device) if x.is_cuda else None
+
+
+def widest(layers: Sequence[Tensor]) -> Tensor:
+    """The layer that decides the backend of all: a float64 one, or the first."""
+    return next((x for x in layers if x.dtype == torch.float64), layers[0])
 
 
 def backend_of(

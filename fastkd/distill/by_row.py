@@ -128,10 +128,6 @@ class RowPart:
     model: Model
     outputs: Outputs
 
-    @property
-    def packed(self) -> bool:
-        return self.batch.documents is not None and self.batch.documents.packed
-
     def longest(self, tokens: int) -> int:
         """Length of the longest document, of up to ``tokens``: rows of one may keep padding."""
         mask = self.batch.feature_mask
@@ -168,7 +164,7 @@ class RowOutputs(Outputs):
         kept = [x.all_features() for x in outputs]
         if kept[0]:
             length = max(each[0].shape[-2] for each in kept)
-            if any(part.packed for part in parts):
+            if any(part.batch.document_ids is not None for part in parts):  # of packed rows
                 length = max(part.longest(length) for part in parts)
             outputs = [
                 x.padded(length - each[0].shape[-2]) for x, each in zip(outputs, kept, strict=True)

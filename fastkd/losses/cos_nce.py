@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd._core import check
-from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.dispatch import Backend, backend_of, widest
 from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.module import LossModule
@@ -176,8 +176,7 @@ def _cos_nce_layers(given: _Batch, reduction: str, backend: str, ranks: Ranks | 
     if ranks is not None:
         given = _gathered(given, ranks)
     first = given.students[0]
-    widest = next((x for x in given.students if x.dtype == torch.float64), first)
-    runs_on = backend_of(backend, "cos_nce_loss", widest)
+    runs_on = backend_of(backend, "cos_nce_loss", widest(given.students))
     batch = _flattened(given)
     negatives: Sequence[Tensor | None] = batch.negatives or [None] * len(batch.students)
     layers = list(zip(batch.students, batch.teachers, negatives, strict=True))

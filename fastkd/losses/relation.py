@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastkd._core import check
-from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.dispatch import Backend, backend_of, widest
 from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
@@ -342,9 +342,8 @@ def _relations(
     if ranks is not None:
         return _across_ranks(pairs, mask, weights, options, backend, ranks)
 
-    widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
     call = {"normalize": options.normalize, "distance": options.distance}
-    runs_on = backend_of(backend, "relation_loss", widest, **call)
+    runs_on = backend_of(backend, "relation_loss", widest([x for x, _ in pairs]), **call)
     if runs_on == "torch":
         return _by_reference(pairs, mask, weights, options)
     if runs_on == "cpp":
